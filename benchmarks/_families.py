@@ -57,7 +57,7 @@ def network(model: str, blocks: int | None = None) -> nn.Module:
 
 def decoder(facts: Facts) -> nn.Module:
     """Return the family's autoencoder at published size."""
-    spec = tiny_builds.part(facts, "vae")
+    spec = tiny_builds.describe_part(facts, "vae")
     given = {key: value for key, value in spec.items() if key not in ("class", "published")}
     made: nn.Module = adapter(facts).codec_class.vae_class(**given | spec.get("published", {}))
     return made

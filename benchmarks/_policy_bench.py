@@ -208,12 +208,12 @@ def build(model: str, size: str, device: torch.device, how: Build, *words: str) 
         nn.Module.compile, **({"backend": "eager"} if device.type == "cpu" else {})
     )
     with random_weights(model, size, device), mock.patch.object(nn.Module, "compile", compiling):
-        policy: Policy = settings.settings.build("model").to(device)
+        policy: Policy = settings.settings.build_group("model").to(device)
     with torch.no_grad():
         for name, parameter in policy.adapter.trained_parameters().items():
             if "lora_B" in name:  # zero at first: the adapters would not show
                 parameter.normal_(std=0.01)
-    module = settings.settings.build("algorithm", policy=policy)
+    module = settings.settings.build_group("algorithm", policy=policy)
     module.train()
     module.on_train_start()
     grid = policy.sigma_grid(settings.settings.sampling.steps)
@@ -371,7 +371,7 @@ def rl_step(bench: Bench, unit: Unit) -> Row:
     beside generation.
     """
     device, config, module = bench.device, bench.composed.settings, bench.module
-    rewards = config.build("reward")
+    rewards = config.build_group("reward")
     sampling = sampling_spec(config)
     engine = RolloutEngine(
         bench.policy, rewards, module.sde, module.train_steps, sampling, 0, module.needs_means

@@ -73,7 +73,7 @@ def random_weights(model: str, size: str, device: torch.device) -> Iterator[None
 
 def encoder(family: str, name: str, size: str, path: str) -> nn.Module:
     """Return a text encoder of the family's pipeline, without values."""
-    cls = getattr(transformers, tiny_builds.part(facts_by_family()[family], name)["class"])
+    cls = getattr(transformers, tiny_builds.describe_part(facts_by_family()[family], name)["class"])
     config = cls.config_class.from_pretrained(path, subfolder=name, local_files_only=True).to_dict()
     if size == REAL:
         config = merged(config, published(family, name))
@@ -86,7 +86,7 @@ def encoder(family: str, name: str, size: str, path: str) -> nn.Module:
 
 def published(family: str, name: str) -> dict[str, Any]:
     """Return what differs from the tiny build at published size; {} where nothing does."""
-    part = tiny_builds.part(facts_by_family()[family], name) if name in facts_by_family()[family].tiny else {}
+    part = tiny_builds.describe_part(facts_by_family()[family], name) if name in facts_by_family()[family].tiny else {}
     found: dict[str, Any] = part.get("published", {})
     return found
 

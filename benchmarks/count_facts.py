@@ -212,7 +212,7 @@ class Cells:
         for model in (self.small, self.large):
             model.disable_gradient_checkpointing()  # type: ignore[operator]
             blocks = [block for part in lists(model) for block in part]
-            checkpointing.enable(model, blocks, parse_recompute(mode))
+            checkpointing.enable_recompute(model, blocks, parse_recompute(mode))
 
     def forward(self, model: nn.Module) -> list[Bytes]:
         return [count_bytes(model, lambda c=case: self.cell(model, *c))[1] for case in CASES]  # type: ignore[misc]

@@ -150,7 +150,7 @@ def middle(model: str) -> Facts:
     """Return the facts of the model with its tiny build made wider and deeper, under its name
     everywhere in this process."""
     facts, kind = _families.models()[model], _families.adapter(_families.models()[model])
-    tiny, sizes = dict(builds.part(facts, "transformer")), dict(facts.models[model])
+    tiny, sizes = dict(builds.describe_part(facts, "transformer")), dict(facts.models[model])
     tiny |= {name: tiny[name] * WIDTH for name in WIDTHS if name in tiny}
     published, (first, *others) = sizes["network"], kind.depths
     few = [name for name in others if name in published]
@@ -163,7 +163,7 @@ def middle(model: str) -> Facts:
     blocks = sizes["blocks"] - published[first] + DEPTH
     parts = dict(facts.tiny) | dict.fromkeys(kind.components, tiny)
     if not tiny.get("use_prompt_embeddings", True):  # blocks read the connectors' text as it is
-        connectors = builds.part(facts, "connectors")
+        connectors = builds.describe_part(facts, "connectors")
         parts["connectors"] = dict(connectors) | {n: connectors[n] * WIDTH for n in CONNECTED}
     network = {key: value for key, value in tiny.items() if key != "class"}
     made = {"network": network, "blocks": blocks, "hidden": 0,
@@ -191,7 +191,7 @@ def count(experiment: str) -> dict[str, Any]:
     policy: DiffusersPolicy = config.build("model")
     sampler = PromptData(config.data, config.seed).sampler
     prompts = [prompt for step in range(config.max_rl_steps) for prompt in sampler.batch(step)]
-    encoded = [policy.codec.trimmed(policy.codec.encode([prompt])) for prompt in prompts]
+    encoded = [policy.codec.trim_condition(policy.codec.encode([prompt])) for prompt in prompts]
     shapes = {}
     for key, published in facts.conditioning.items():
         found = next((each[key].shape[1:] for each in encoded if key in each), published)

@@ -39,7 +39,7 @@ from digenrl.schedule.ranks import Roles
 from digenrl.schedule.scheduler import Scheduler, record_header
 from digenrl.strategy.rollout_loop import finish_task
 from digenrl.strategy.tasks import TaskRunner
-from digenrl.transport.cells import Part, Placement, StepBoard, pack
+from digenrl.transport.cells import Part, Placement, StepBoard, pack_cells
 from digenrl.transport.wire import Message, MessageKind
 from digenrl.types import Prompt, Trajectory
 
@@ -150,7 +150,7 @@ def rollout(here: BenchRank, groups: int, size: int) -> list[tuple[float, ...]]:
         here.link,
         SpanLog(folder / "rank-001.jsonl", here.rank, "rollout", time.time()),
     )
-    bare = pack(trajectory, range(STEPS - 1), Claim(0, here.rank, 0), 0.0)
+    bare = pack_cells(trajectory, range(STEPS - 1), Claim(0, here.rank, 0), 0.0)
 
     def answered() -> None:
         while here.link.receive(0.2) is None:
@@ -195,10 +195,10 @@ def trainer(here: BenchRank, groups: int, size: int) -> float:
             message = here.receive()
             began = time.perf_counter()
             part = Part(message)
-            if claims.accepts_result(version, part.claim) and board.add(part):
+            if claims.accepts_result(version, part.claim) and board.add_part(part):
                 claims.mark_received(version, part.claim.position)
             complete = next_fragment(SPEC, [(0,)], board.completed)
-            here.control.check()
+            here.control.check_abort()
             seconds.append(1e3 * (time.perf_counter() - began))
             here.link.send(1, Message(MessageKind.CELLS, {}))
         if complete is None:

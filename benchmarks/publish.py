@@ -64,7 +64,7 @@ def exchange(
     version = None
     while version is None:
         if (message := link.receive(5.0)) is not None:
-            version = arrivals.add(message)
+            version = arrivals.add_message(message)
     adopt(parameters, version)
     link.send(sender, Message(MessageKind.CELLS, {}))
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from digenrl.config.help import Arguments, own_command
 from digenrl.config.value_types import AtLeast1, File, Positive, Share
-from digenrl.extensions.tasks.digits import BASE_FILE, DigitsPolicy, pack
+from digenrl.extensions.tasks.digits import BASE_FILE, DigitsPolicy, pack_latents
 from digenrl.types import Prompt
 from reward_models.digit_judge import (
     HALVES,
@@ -80,7 +80,7 @@ def _batches(
     policy: DigitsPolicy, settings: Settings, generator: torch.Generator
 ) -> Iterator[Batch]:
     images, labels = real_digits()
-    clean, conditions = pack(2 * images - 1), policy.codec.encode(PROMPTS)
+    clean, conditions = pack_latents(2 * images - 1), policy.codec.encode(PROMPTS)
     for _ in range(settings.steps):
         index = torch.randint(len(labels), (settings.batch,), generator=generator)
         random_labels = torch.randint(len(WORDS), (settings.batch,), generator=generator)

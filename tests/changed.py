@@ -17,14 +17,14 @@ ABSENT = object()
 
 def but(composed: Composed, **values: Any) -> Composed:
     """Return the configuration with other values at its keys, whose dots are written as `__`."""
-    tree: Any = OmegaConf.create(composed.settings.plain())
+    tree: Any = OmegaConf.create(composed.settings.as_plain())
     for key, value in values.items():
         group, _, leaf = key.replace("__", ".").rpartition(".")
         if value is ABSENT:
             (OmegaConf.select(tree, group) if group else tree).pop(leaf, None)
         else:
             OmegaConf.update(tree, f"{group}.{leaf}".lstrip("."), value, force_add=True)
-    return replace(composed, settings=type(composed.settings).of(tree))
+    return replace(composed, settings=type(composed.settings).from_tree(tree))
 
 
 def hardware_settings(pools: Mapping[str, Any], **more: Any) -> HardwareSettings:

@@ -42,8 +42,8 @@ from PIL import Image
 from digenrl import config, prompts
 from digenrl.cluster.access import Access, write_access
 from digenrl.config.command_settings import schema_of
-from digenrl.config.stored import tie_of, untied
-from digenrl.config.targets import components, nodes
+from digenrl.config.stored import tie_of, compare_ties
+from digenrl.config.targets import known_components, walk_nodes
 from digenrl.config.validation import keys_of
 from digenrl.extensions.bench.media_files import read_media
 from digenrl.images import ImageLimits
@@ -240,13 +240,13 @@ def prompt_file(root: Path) -> Attack:
 def prompt_store(root: Path) -> Attack:
     store = PromptStore(root, {"encoder": 1})
     wording, value = Wording("a"), {"text": torch.arange(24.0).view(1, 6, 4)}
-    store.fill([wording], lambda missing: iter([value for _ in missing]))
+    store.add_wordings([wording], lambda missing: iter([value for _ in missing]))
     path = store.path_of(wording)
     whole = path.read_bytes()
 
     def attack(chance: random.Random) -> bool:
         path.write_bytes(mutated(whole, chance))
-        found = store.read(wording)
+        found = store.read_condition(wording)
         assert found is None or torch.equal(found["text"], value["text"]), "served something else"
         return found is not None
 
@@ -293,7 +293,7 @@ def wire(_: Path) -> Attack:
 
 def http(_: Path) -> Attack:
     service = RewardService(Brightness(), ServiceLimits(max_pixels=1 << 12, max_body_bytes=1 << 16))
-    app = service.app()
+    app = service.make_app()
     asked = [Prompt(f"p{i}", metadata={"k": [1, None]}) for i in range(3)]
     frame = frames.encode_request(torch.rand(3, 3, 4, 4), asked, "request")
 
@@ -349,7 +349,7 @@ def arguments(root: Path) -> Attack:
     whole = (run / "config.yaml").read_text()
     classes = {
         name: [*constructor_arguments(name), "kwargs", "log_dir", "_args_", "serve"]
-        for name in sorted(components())
+        for name in sorted(known_components())
         if not name.startswith("torch.optim") and name != "lightning.pytorch.Trainer"
     }
 
@@ -373,7 +373,7 @@ def arguments(root: Path) -> Attack:
             found = config.load([], stored=run)
         except config.ConfigError:
             return False
-        for path, each in nodes(OmegaConf.to_container(found.settings.tree)):
+        for path, each in walk_nodes(OmegaConf.to_container(found.settings.tree)):
             if isinstance(each, dict):
                 serve = each.get("serve")
                 assert not serve or not serve.get("args"), f"{path}: {serve}"
@@ -473,7 +473,7 @@ def tied(root: Path) -> Attack:
             text = yaml.safe_dump(anywhere(before, chance)).encode(errors="replace")
         (run / "config.yaml").write_bytes(text)
         try:
-            problems, _ = untied(run, ties, ["resume=x", "allocation.trainers=1"])
+            problems, _ = compare_ties(run, ties, ["resume=x", "allocation.trainers=1"])
         except config.ConfigError:
             return False
         after = yaml.safe_load(text)

@@ -16,8 +16,8 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from digenrl.config.arguments import _body, _find, _module_file
-from digenrl.config.targets import components
+from digenrl.config.arguments import _parse_body, _find_definition, _module_file
+from digenrl.config.targets import known_components
 
 FOREIGN: dict[str, dict[str, str]] = {
     "lightning.pytorch.Trainer": {
@@ -287,7 +287,7 @@ def _imports(module: str) -> dict[str, str]:
     if source is None:
         return {}
     found = dict[str, str]()
-    for statement in _body(source):
+    for statement in _parse_body(source):
         for node in ast.walk(statement):
             if isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 for alias in node.names:
@@ -319,7 +319,7 @@ def _methods(module: str, name: str, depth: int = 0) -> Iterator[tuple[str, _Fun
 
 def _defined(module: str, name: str) -> ast.AST | None:
     """Return the definition of `name`, wherever `module` has it from."""
-    found = _find(module, name)
+    found = _find_definition(module, name)
     return None if found is None else found[1]
 
 
@@ -329,7 +329,7 @@ def _home(module: str, name: str, depth: int = 0) -> str:
     if source is None or depth > 4:
         return module
     if any(
-        isinstance(item, (ast.ClassDef, _Function)) and item.name == name for item in _body(source)
+        isinstance(item, (ast.ClassDef, _Function)) and item.name == name for item in _parse_body(source)
     ):
         return module
     imported = _imports(module).get(name)
@@ -385,7 +385,7 @@ def reachable() -> list[str]:
 
 def _lines(reached: _Reached) -> list[str]:
     lines = []
-    for target in sorted(components() | named_in_source()):
+    for target in sorted(known_components() | named_in_source()):
         if target in FOREIGN:
             lines += [f"{target} {name}: {kind}" for name, kind in FOREIGN[target].items()]
             continue

@@ -65,9 +65,9 @@ def built(
 
     monkeypatch.setattr(suite, "place_scorer", lambda *entry: make)
     config = configured("reward.placement=inline", *words)
-    config = config.changed({"trainer.precision": None})
+    config = config.with_values({"trainer.precision": None})
     given: dict[str, Any] = {}
-    made = Settings.build
+    made = Settings.build_group
 
     def build(settings: Settings, group: str, *arguments: Any, **more: Any) -> Any:
         if group == "trainer":

@@ -17,7 +17,7 @@ import pytest
 
 from digenrl import config
 from digenrl.cluster.launcher import RunOutcome
-from digenrl.launchers.ending import report
+from digenrl.launchers.ending import report_end
 from digenrl.report.page import plots
 from digenrl.report.read_run import read_run
 from tests.report.synthetic import write_run
@@ -199,7 +199,7 @@ def test_the_end_of_a_run_on_a_read_only_disk_is_told(
     run_dir = write_run(disk / "run", steps=2, ended=False, samples=False)
     before = sorted(run_dir.rglob("*"))
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    report(run_dir, RunOutcome("stopped", "signal SIGTERM", 143), config.load([]).settings)
+    report_end(run_dir, RunOutcome("stopped", "signal SIGTERM", 143), config.load([]).settings)
     told = " ".join(capfd.readouterr().err.split())
     assert "digits_flowgrpo: stopped" in told
     assert "Stopped: signal SIGTERM." in told

@@ -132,7 +132,7 @@ def test_samples_rewards_and_gradients_of_a_run_are_the_pages(tmp_path: Path) ->
 
 def settings_of(config: Settings) -> page.Settings:
     """Return the page's settings with the values of a configuration."""
-    algorithm, lora = config.node("algorithm"), config.node("model.lora")
+    algorithm, lora = config.node_at("algorithm"), config.node_at("model.lora")
     optimizer = algorithm.optimizer
     found = {
         "seed": config.seed,

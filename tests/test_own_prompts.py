@@ -10,7 +10,7 @@ import pytest
 from digenrl import config
 from digenrl.cli.evaluate import main as evaluate
 from digenrl.cli.extensions import choose_advisor
-from digenrl.launchers.job import NotStarted, prepare
+from digenrl.launchers.job import NotStarted, prepare_job
 from digenrl.types import Prompt
 
 
@@ -33,7 +33,7 @@ def test_a_prompt_that_no_reward_can_score_is_named_with_its_line(
     if key != "data.prompts":
         words.append("callbacks.evaluation.heldout_prompts=null" * (key[0] == "c") or "seed=0")
     with pytest.raises(NotStarted) as caught:
-        prepare(config.load(words), choose_advisor())
+        prepare_job(config.load(words), choose_advisor())
     lines = str(caught.value).splitlines()
     first = [line for line in lines if f"{mine}:1:" in line]
     assert first[0].startswith(f"{key}: {mine}:1: reward {reward} cannot score it")
@@ -43,7 +43,7 @@ def test_a_prompt_that_no_reward_can_score_is_named_with_its_line(
 def test_statistics_are_asked_as_rewards_are(mine: Path) -> None:
     words = ["experiment=scenes_flowgrpo", "reward=jpeg", "data.heldout=mine.txt"]
     with pytest.raises(NotStarted, match=r"mine\.txt:1: statistic SceneStatistics cannot score it"):
-        prepare(config.load(words), choose_advisor())
+        prepare_job(config.load(words), choose_advisor())
 
 
 def test_an_evaluation_says_so_before_it_loads_anything(

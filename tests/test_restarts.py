@@ -155,22 +155,22 @@ def test_a_stop_ends_the_pause_before_a_restart(running: Any) -> None:
 
 def test_how_often_a_run_begins_again() -> None:
     restarts = Restarts(2, 1.5, 10)
-    assert restarts.refuse("a", 0, 4) is None
+    assert restarts.refuse_restart("a", 0, 4) is None
     assert restarts.pause_s == 1.5
-    assert restarts.refuse("b", 3, 3) is None  # the restart itself died, before its first step
+    assert restarts.refuse_restart("b", 3, 3) is None  # the restart itself died, before its first step
     assert restarts.pause_s == 3.0
-    assert restarts.refuse("c", 3, 9) == "c; it had begun again 2 times (allocation.max_restarts)"
-    assert Restarts(3, 1.0, 10).refuse("wrong from the start", 5, 5) == "wrong from the start"
-    assert Restarts(0, 1.0, 10).refuse("off", 0, 7) == "off"
+    assert restarts.refuse_restart("c", 3, 9) == "c; it had begun again 2 times (allocation.max_restarts)"
+    assert Restarts(3, 1.0, 10).refuse_restart("wrong from the start", 5, 5) == "wrong from the start"
+    assert Restarts(0, 1.0, 10).refuse_restart("off", 0, 7) == "off"
     poison = Restarts(9, 1.0, 10)
-    poison.refuse("first", 0, 7)
+    poison.refuse_restart("first", 0, 7)
     assert (
-        poison.refuse("second", 5, 7)
+        poison.refuse_restart("second", 5, 7)
         == "second; RL step 8 is poison: the run has died in it before (first)"
     )
-    assert poison.refuse("third", 5, 10) is None
+    assert poison.refuse_restart("third", 5, 10) is None
     assert (
-        poison.refuse("fourth", 5, 10)
+        poison.refuse_restart("fourth", 5, 10)
         == "fourth; the run has died after its last RL step before (third)"
     )
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from digenrl import config as configuration
 from digenrl import run
-from digenrl.cluster.launcher import Launch, RunOutcome, launch
+from digenrl.cluster.launcher import Launch, RunOutcome, launch_ranks
 from digenrl.cluster.world import Session, World
 from digenrl.config.settings import Settings
 from digenrl.extensions.export.cli.export import read_weights
@@ -113,11 +113,11 @@ def execute(experiment: str, directory: Path, *words: str) -> tuple[Run, Policy]
     sharded weights nobody holds all, so there are no gradients to look at."""
     torch.set_num_threads(1)
     config = composed(experiment, *words)
-    for reward in config.node(
+    for reward in config.node_at(
         "reward.rewards"
     ).values():  # loaded once here, not once in every rank
         importlib.import_module(reward.scorer._target_.rpartition(".")[0])
-    policy: Policy = config.build("model")
+    policy: Policy = config.build_group("model")
 
     def rank_main(world: World, session: Session) -> None:
         callbacks = (
@@ -125,7 +125,7 @@ def execute(experiment: str, directory: Path, *words: str) -> tuple[Run, Policy]
         )
         run.build_rank(config, world, session, callbacks=callbacks).fit()
 
-    outcome = launch(Launch(*allocated_ranks(config), rank_main, directory))
+    outcome = launch_ranks(Launch(*allocated_ranks(config), rank_main, directory))
     return Run(config, outcome, directory), policy
 
 

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from digenrl.config import Composed
 from digenrl.config.compose import merge_words
-from digenrl.config.copies import plain, refer
+from digenrl.config.copies import resolved_plain, link_copies
 from digenrl.config.relations import needs_whole_batch
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class PlainAdvisor:
             return composed
         words = ["schedule.auto=false"]
         if "schedule.gap" not in named_keys(composed) and not needs_whole_batch(
-            composed.settings.node("algorithm.advantage")
+            composed.settings.node_at("algorithm.advantage")
         ):
             words.append("schedule.gap=1")
         said = (
@@ -172,8 +172,8 @@ def with_words(composed: Composed, words: Sequence[str]) -> Composed:
     Raises:
         ValueError: a word names no key, or is no override.
     """
-    tree = OmegaConf.create(composed.settings.plain())
-    refer(tree)
+    tree = OmegaConf.create(composed.settings.as_plain())
+    link_copies(tree)
     if wrong := merge_words(tree, list(words), "train"):
         raise ValueError("\n".join(wrong))
-    return replace(composed, settings=type(composed.settings).of(plain(tree)))
+    return replace(composed, settings=type(composed.settings).from_tree(resolved_plain(tree)))

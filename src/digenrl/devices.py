@@ -22,7 +22,7 @@ from digenrl.cluster.control import Control
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session
 from digenrl.config.settings import Settings
-from digenrl.hardware import Pool, assign, parse_hardware
+from digenrl.hardware import Pool, assign_ranks, parse_hardware
 
 _LEAST = 0.97
 """Part of a pool's memory that its GPU must have. Drivers and firmware take a little, in different
@@ -194,9 +194,9 @@ def check_gpus(
         )
     if pools:
         hardware = parse_hardware(settings.hardware)
-        places = assign(hardware, *settings.allocation.split)
+        places = assign_ranks(hardware, *settings.allocation.split)
         for rank, local_rank in seats.items():
-            pool = hardware.pool(places[rank][0])
+            pool = hardware.find_pool(places[rank][0])
             if pool.gpu != "cpu":
                 _compare_gpu(rank, pool, devices[0 if len(devices) == 1 else local_rank])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from digenrl import config as configuration
-from digenrl.config.stored import untied
+from digenrl.config.stored import compare_ties
 
 
 class NoCheckpoint(RuntimeError):
@@ -35,7 +35,7 @@ def require_tied(run_dir: Path, checkpoint: Path, words: Sequence[str]) -> None:
     """
     from digenrl.strategy.checkpoint_io import ties_of
 
-    problems, notes = untied(run_dir, ties_of(checkpoint), words)
+    problems, notes = compare_ties(run_dir, ties_of(checkpoint), words)
     if problems:
         raise configuration.ConfigError(problems)
     for note in notes:

@@ -48,7 +48,7 @@ class Line:
     """GB/s per direction, shared by all GPUs of both pools."""
     latency_s: float = 0.0
 
-    def seconds(self, size: float) -> float:
+    def transfer_seconds(self, size: float) -> float:
         """Return the seconds that a message of `size` bytes takes."""
         return size / (self.gb_s * 1e9) + self.latency_s
 
@@ -74,10 +74,10 @@ class Hardware:
         """GPUs of ranks and of rewards."""
         return self.gpus + sum(pool.judges for pool in self.pools)
 
-    def pool(self, name: str) -> Pool:
+    def find_pool(self, name: str) -> Pool:
         return next(pool for pool in self.pools if pool.name == name)
 
-    def line(self, one: str, other: str) -> Line | None:
+    def line_between(self, one: str, other: str) -> Line | None:
         """Return the line between two pools; None: the pools are in one place."""
         return self.lines.get(frozenset((one, other)))
 
@@ -106,7 +106,7 @@ def parse_hardware(settings: HardwareSettings) -> Hardware:
     pools = []
     for name, entry in settings.pools.items():
         given: dict[str, Any] = {"count": 1, "role": "auto"} | entry.model_dump(exclude_none=True)
-        shares = _shares(settings.efficiency) | given.pop("efficiency", {})
+        shares = _efficiency_shares(settings.efficiency) | given.pop("efficiency", {})
         given = {"per_node": min(given["count"], 8), "judges": 0} | given
         nodes = math.ceil(given["count"] / given["per_node"])
         if given["judges"] and given["judges"] >= given["per_node"]:
@@ -125,7 +125,7 @@ def parse_hardware(settings: HardwareSettings) -> Hardware:
     return Hardware(tuple(pools), settings.seconds or {}, lines)
 
 
-def _shares(efficiency: EfficiencySettings | None) -> dict[str, Any]:
+def _efficiency_shares(efficiency: EfficiencySettings | None) -> dict[str, Any]:
     """Return what a profile says of efficiencies, without what it leaves to the kind of GPU."""
     return {} if efficiency is None else efficiency.model_dump(exclude_none=True)
 
@@ -133,7 +133,7 @@ def _shares(efficiency: EfficiencySettings | None) -> dict[str, Any]:
 def trainer_speeds(profile: Hardware, trainers: int, rollouts: int) -> tuple[float, ...]:
     """Return the speed of each trainer rank on its pool, in any unit: by the profile's measured
     seconds per cell where it has them, else by the peak."""
-    pools = [profile.pool(name) for name, _ in assign(profile, trainers, rollouts)[:trainers]]
+    pools = [profile.find_pool(name) for name, _ in assign_ranks(profile, trainers, rollouts)[:trainers]]
     measured = profile.seconds.get("train", {})
     if all(pool.name in measured for pool in pools):
         return tuple(1.0 / measured[pool.name] for pool in pools)
@@ -149,7 +149,7 @@ def shard_group(trainers: int, per_node: int) -> int:
     return trainers if trainers <= per_node else math.gcd(trainers, per_node)
 
 
-def assign(hardware: Hardware, trainers: int, rollouts: int) -> tuple[tuple[str, str], ...]:
+def assign_ranks(hardware: Hardware, trainers: int, rollouts: int) -> tuple[tuple[str, str], ...]:
     """Return (pool, role) of every rank, trainers first.
 
     Trainers come from pools of role trainer, then from auto pools in their order. All of them are
@@ -170,7 +170,7 @@ def assign(hardware: Hardware, trainers: int, rollouts: int) -> tuple[tuple[str,
         if rollouts == 0:
             own = list(hardware.pools)
         if role == "trainer":
-            own = _together(hardware, own, number)
+            own = _trainer_pools(hardware, own, number)
         missing = number
         for pool in own:
             taken = min(missing, left[pool.name])
@@ -186,7 +186,7 @@ def assign(hardware: Hardware, trainers: int, rollouts: int) -> tuple[tuple[str,
     return tuple(ranks)
 
 
-def _together(hardware: Hardware, pools: Sequence[Pool], trainers: int) -> list[Pool]:
+def _trainer_pools(hardware: Hardware, pools: Sequence[Pool], trainers: int) -> list[Pool]:
     """Return the pools, in order, of the first place that has room for all trainers.
 
     Raises:

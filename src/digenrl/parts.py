@@ -26,13 +26,13 @@ from digenrl.cluster.world import Session, World
 from digenrl.config.asked_prompts import evaluation_prompts, training_prompts
 from digenrl.config.settings import Settings
 from digenrl.config.stored import tie_of
-from digenrl.hardware import assign, parse_hardware, trainer_speeds
+from digenrl.hardware import assign_ranks, parse_hardware, trainer_speeds
 from digenrl.models.lora import PRESETS, LoraSpec, lora_modules
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
 from digenrl.record.redact import redact
 from digenrl.record.run_dir import append_event
-from digenrl.rewards.needs import unscorable
+from digenrl.rewards.needs import unscorable_prompts
 from digenrl.rollout.engine import SamplingSpec
 from digenrl.schedule import ScheduleSpec
 from digenrl.schedule.speeds import relative_shares
@@ -114,8 +114,8 @@ def kinds_of_trainers(settings: Settings, world: World) -> set[str]:
         return set()
     hardware = parse_hardware(settings.hardware)
     return {
-        hardware.pool(name).gpu
-        for name, _ in assign(hardware, world.trainers, world.rollouts)[: world.trainers]
+        hardware.find_pool(name).gpu
+        for name, _ in assign_ranks(hardware, world.trainers, world.rollouts)[: world.trainers]
     }
 
 
@@ -152,9 +152,9 @@ def model_of(settings: Settings, world: World) -> DictConfig:
         own |= {
             key: False
             for key in ("gradient_checkpointing", "keep_reference")
-            if settings.model.holds(key)
+            if settings.model.holds_key(key)
         }
-    merged = OmegaConf.merge(settings.node("model"), own)
+    merged = OmegaConf.merge(settings.node_at("model"), own)
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -162,9 +162,9 @@ def model_of(settings: Settings, world: World) -> DictConfig:
 def run_loggers(settings: Settings, run_dir: Path) -> list[Logger]:
     """Return the run's loggers, each in a thread of its own, so that none can hold up or end the
     run. They get the settled configuration first."""
-    makers = {key: settings.build(f"logger.{key}") for key in settings.logger or {}}
+    makers = {key: settings.build_group(f"logger.{key}") for key in settings.logger or {}}
     made = {key: make(save_dir=str(run_dir)) for key, make in makers.items()}
-    updates, plain = settings.algorithm.updates_per_batch, redact(settings.plain())
+    updates, plain = settings.algorithm.updates_per_batch, redact(settings.as_plain())
     found = list[Logger]()
     for key, logger in made.items():
         continue_record(logger)
@@ -213,20 +213,20 @@ def check_parts(settings: Settings) -> None:
     could never score, before anything is written or started."""
     model, strategy = _import_target(settings, "model"), _import_target(settings, "strategy")
     if not settings.hardware.emulate and isinstance(model, type) and issubclass(model, Policy):
-        model.check(settings.node("model"))
-        _check_lora(model, settings.node("model"))
+        model.check(settings.node_at("model"))
+        _check_lora(model, settings.node_at("model"))
         if settings.model.lora is not None and settings.model.lora.get("path") is not None:
             deferrable = issubclass(model, DiffusersPolicy)
-            settings.build("model", **({"empty": True} if deferrable else {}))
+            settings.build_group("model", **({"empty": True} if deferrable else {}))
         if settings.parallel.context > 1:
-            check_model(model, settings.parallel.context, settings.node("model"))
+            check_model(model, settings.parallel.context, settings.node_at("model"))
     if not (isinstance(strategy, type) and issubclass(strategy, DisaggregatedStrategy)):
         raise ValueError(
             f"strategy._target_ = {settings.strategy['_target_']}: is no subclass of "
             "digenrl.strategy.disaggregated.DisaggregatedStrategy; derive it from that class and "
             "override its hooks."
         )
-    settings.build("algorithm.advantage")
+    settings.build_group("algorithm.advantage")
     if not settings.hardware.emulate:
         evaluated = list(evaluation_prompts(settings))
         asked = dict([*training_prompts(settings), *evaluated])
@@ -235,12 +235,12 @@ def check_parts(settings: Settings) -> None:
                 model.codec_class.check_prompt(prompt, model.family)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
-        if problems := unscorable(
-            settings.node("reward"), asked.items(), settings.callbacks, evaluated
+        if problems := unscorable_prompts(
+            settings.node_at("reward"), asked.items(), settings.callbacks, evaluated
         ):
             raise ValueError("\n".join(problems))
     if settings.algorithm.get("surrogate") is not None:
-        check_kernel(settings.build("algorithm.sde"), settings.build("algorithm.surrogate"))
+        check_kernel(settings.build_group("algorithm.sde"), settings.build_group("algorithm.surrogate"))
 
 
 def _check_lora(model: type[Policy], node: Mapping[str, Any]) -> None:
@@ -265,7 +265,7 @@ def _check_lora(model: type[Policy], node: Mapping[str, Any]) -> None:
 
 def _import_target(settings: Settings, group: str) -> Any:
     """What `_target_` of a group names."""
-    name = settings.node(group)["_target_"]
+    name = settings.node_at(group)["_target_"]
     try:
         return get_object(name)
     except Exception as error:  # whatever the user's module raises while it is imported

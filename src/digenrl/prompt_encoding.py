@@ -39,7 +39,7 @@ def encode_run_prompts(
     with session.progress.stage("encode"):
         try:
             filled = fill_prompt_store(
-                context.settings, policy, data, callbacks, session.progress.tick
+                context.settings, policy, data, callbacks, session.progress.mark_progress
             )
         except OSError as error:
             logging.getLogger(__name__).warning(
@@ -92,7 +92,7 @@ def fill_prompt_store(
     evaluated = [callback.drawn for callback in callbacks if isinstance(callback, Evaluation)]
     wanted += [prompt for drawn in evaluated for prompt in drawn.prompts]
     try:
-        with policy.guided(
+        with policy.guided_by(
             max(policy.guidance_scale, settings.sampling.eval.guidance_scale or 0.0)
         ):
             found = store_conditioning(policy.codec, root, wanted, accelerator.current_device(), progress)
@@ -148,10 +148,10 @@ def store_conditioning(
         },
     }
     codec.store = store = PromptStore(root, facts)
-    positive, negative = codec.wordings(prompts)
+    positive, negative = codec.branch_wordings(prompts)
     wordings = dict.fromkeys(positive + negative)
     try:
-        encoded = store.fill(wordings, partial(codec.encode_each, device=device), progress)
+        encoded = store.add_wordings(wordings, partial(codec.encode_each, device=device), progress)
     finally:
         codec.release_encoders()
     return len(wordings), encoded

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from digenrl.config import ConfigError, config_directory, group_options
-from digenrl.config.checks import problems_of, resolved
+from digenrl.config.checks import problems_of, resolve_tree
 from digenrl.config.command_settings import scorer_settings_of
 from digenrl.config.compose import (
     KnownKeys,
@@ -19,13 +19,13 @@ from digenrl.config.compose import (
     own_directories,
     with_search_path,
 )
-from digenrl.config.help import show, wants_help
+from digenrl.config.help import show_page, wants_help
 from digenrl.config.help_pages import configuration_help
 from digenrl.config.loading import command_line_list, keys_set_by
 from digenrl.config.reaching import reaching_problems
-from digenrl.config.relations import asking
+from digenrl.config.relations import people_rewards
 from digenrl.config.settings import ScorerSettings
-from digenrl.config.words import quoted
+from digenrl.config.words import quote_value
 from digenrl.rewards.needs import require_weights
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def reward_command(
     0 stands for success, 1 for work that could not be done, 2 for a wrong command line.
     """
     if wants_help(argv):
-        show(configuration_help(name, doc, with_search_path(argv)))
+        show_page(configuration_help(name, doc, with_search_path(argv)))
         return 0
     try:
         settings = reward_config(argv, name)
@@ -72,19 +72,19 @@ def reward_config(argv: Sequence[str], name: str) -> ScorerSettings:
     found = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
     OmegaConf.set_struct(found, False)
     found.allow_targets = command_line_list("allow_targets", words, found)
-    plain, unresolved = resolved(found)
+    plain, unresolved = resolve_tree(found)
     problems += problems_of(plain, unresolved, name, KnownKeys(found, name), found.allow_targets)
     problems += reaching_problems(plain, keys_set_by(words))
     problems += [
         f"reward.rewards.{asks}: asks people on the page of a run, and {name} has no run; name "
         "another reward."
-        for asks in asking(plain.get("reward"))
+        for asks in people_rewards(plain.get("reward"))
     ]
     if problems:
         raise ConfigError(problems)
-    settings = scorer_settings_of(name).of(plain)
+    settings = scorer_settings_of(name).from_tree(plain)
     try:
-        require_weights(settings.node("reward"))
+        require_weights(settings.node_at("reward"))
     except ValueError as error:
         raise ConfigError(str(error).splitlines()) from None
     return settings
@@ -94,8 +94,8 @@ def reward_suite(settings: ScorerSettings) -> RewardSuite:
     """Return the suite of a checked configuration. Exceptions of its scorers' constructors become a
     ValueError."""
     try:
-        suite: RewardSuite = settings.build("reward")
-        suite.load()
+        suite: RewardSuite = settings.build_group("reward")
+        suite.build_scorers()
         return suite
     except Exception as error:
         raise ValueError(f"reward: {error}") from error
@@ -105,4 +105,4 @@ def _quote_path(word: str) -> str:
     """Return a path in a form that Hydra reads literally."""
     key, _, value = word.partition("=")
     plain = key not in _PATH_KEYS or re.fullmatch(r"[\w./-]+|'.*'|\".*\"", value)
-    return word if plain else f"{key}={quoted(value)}"
+    return word if plain else f"{key}={quote_value(value)}"

@@ -102,13 +102,13 @@ def build_rank(
         append_event(session.run_dir, "attention", {"rank": world.rank, **used})
     for told in known_traps(settings) if world.rank == 0 else ():
         append_event(session.run_dir, "warning", {"message": told})
-    module = settings.build("algorithm", policy=policy)
+    module = settings.build_group("algorithm", policy=policy)
     engine, data = engine_of(settings, module, rewards), PromptData(settings.data, settings.seed)
-    named = [settings.build(f"callbacks.{name}") for name in settings.callbacks or {}]
+    named = [settings.build_group(f"callbacks.{name}") for name in settings.callbacks or {}]
     setup = _build_setup(context, module, engine, data, named)
     _check_rewards(context, setup, rewards, data, named)
     checkpoint_io = DirectoryCheckpointIO(tie=tie_of(settings.tree))
-    strategy = settings.build("strategy")(setup, checkpoint_io)
+    strategy = settings.build_group("strategy")(setup, checkpoint_io)
     trainer = _build_trainer(context, setup, strategy, [*named, *callbacks], device)
     prompt_encoding.encode_run_prompts(context, policy, data, named)
     return Rank(trainer, module, data, strategy)
@@ -147,7 +147,7 @@ def _build_rewards(context: BuildContext) -> RewardSuite:
     """Return the rewards, which record what they could not score and tell their stages."""
     stand_in = context.stand_in
     rewards: RewardSuite = (
-        context.settings.build("reward") if stand_in is None else stand_in.build_rewards()
+        context.settings.build_group("reward") if stand_in is None else stand_in.build_rewards()
     )
 
     def record_missing(reward: str, samples: int, cause: str) -> None:
@@ -155,7 +155,7 @@ def _build_rewards(context: BuildContext) -> RewardSuite:
         append_event(context.session.run_dir, "missing", told)
 
     rewards.on_missing, rewards.stage = record_missing, context.session.progress.stage
-    rewards.run_dir, rewards.tick = context.session.run_dir, context.session.progress.tick
+    rewards.run_dir, rewards.tick = context.session.run_dir, context.session.progress.mark_progress
     return rewards
 
 
@@ -209,7 +209,7 @@ def _check_rewards(
     if trainers_score or not world.is_trainer:  # nobody else builds reward models
         rewards.check_prompts(data.prompts)
     if world.rank == (0 if trainers_score else world.trainers):
-        identities = {name: asdict(identity) for name, identity in rewards.identities().items()}
+        identities = {name: asdict(identity) for name, identity in rewards.scorer_identities().items()}
         append_event(context.session.run_dir, "rewards", {"identities": identities})
 
 
@@ -223,7 +223,7 @@ def _build_trainer(
     """Return Lightning's trainer: one epoch is one RL step, and one optimizer step takes all
     micro-batches of an update."""
     settings, run_dir = context.settings, context.session.run_dir
-    trainer: pl.Trainer = settings.build(
+    trainer: pl.Trainer = settings.build_group(
         "trainer",
         accelerator=devices.lightning_accelerator(settings.trainer["accelerator"]),
         devices=1 if device is None else [device],

@@ -112,10 +112,10 @@ def with_task_size(composed: Composed, advisor: Advisor) -> Composed:
     portion = settings.data.group_size // slices_of_group(
         settings.data.updates_split, settings.algorithm.updates_per_batch
     )
-    if needs_whole_groups(settings.algorithm.target, settings.node("reward")):
-        return composed.changed({"sampling.task_size": portion})
+    if needs_whole_groups(settings.algorithm.target, settings.node_at("reward")):
+        return composed.with_values({"sampling.task_size": portion})
     sizes = [size for size in range(1, portion + 1) if portion % size == 0]
-    return composed.changed({"sampling.task_size": advisor.task_size(composed, sizes)})
+    return composed.with_values({"sampling.task_size": advisor.task_size(composed, sizes)})
 
 
 def with_allocation(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) -> Composed:
@@ -135,7 +135,7 @@ def with_allocation(composed: Composed, trainers: int, rollouts: int, advisor: A
     if most_rollouts(settings.allocation.rollouts) != rollouts:  # auto; {min, max} stays
         numbers["allocation.rollouts"] = rollouts
     evaluate = evaluating_ranks(settings, rollouts)
-    if wrong := relation_problems(settings.changed(numbers).plain()):
+    if wrong := relation_problems(settings.with_values(numbers).as_plain()):
         raise ValueError("\n".join(wrong))
     steps = steps_per_forward(settings.schedule.tsp.batch, trained_steps(settings))
     if settings.schedule.tsp.batch == AUTO:
@@ -159,7 +159,7 @@ def with_allocation(composed: Composed, trainers: int, rollouts: int, advisor: A
             *notes,
             f"allocation.evaluation=trainers: {held.why}.",
         )
-    made = composed.changed(numbers)
+    made = composed.with_values(numbers)
     return replace(
         made, notes=(*notes, *without_effect(made.settings), *known_traps(made.settings))
     )
@@ -196,7 +196,7 @@ def ratio_bound(settings: Settings) -> float | None:
     that does not clip counts as one that does: its class is not imported, torch would come with
     it."""
     algorithm = settings.algorithm
-    if not algorithm.holds("surrogate"):
+    if not algorithm.holds_key("surrogate"):
         return None
     if (given := algorithm.get("ratio_bound")) is not None:
         return float(given)
@@ -302,7 +302,7 @@ def trained_steps(settings: Settings) -> int:
         ValueError: the selection does not fit into sampling.steps.
     """
     try:
-        return int(settings.build("algorithm.train_steps").count(settings.sampling.steps))
+        return int(settings.build_group("algorithm.train_steps").count(settings.sampling.steps))
     except ValueError as error:
         raise ValueError(
             f"algorithm.train_steps = {settings.algorithm.train_steps}: {error}"

@@ -75,10 +75,10 @@ class ToyPolicy(nn.Module):
         self.adapter = ToyAdapter(self.transformer)
         self.calls = 0
 
-    def sent(self, host: Tensor) -> Tensor:
+    def to_device(self, host: Tensor) -> Tensor:
         return host
 
-    def paced(self, velocity: Tensor, sigmas: Tensor, following: Tensor) -> Tensor:
+    def pace_velocity(self, velocity: Tensor, sigmas: Tensor, following: Tensor) -> Tensor:
         return velocity
 
     def velocity(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:

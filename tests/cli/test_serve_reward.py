@@ -49,10 +49,10 @@ def test_it_scores_as_the_scorer_does(service):
     media = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     prompts = [Prompt("a"), Prompt("b")]
     with pytest.raises(RewardError, match="token"):
-        RemoteScorer([service[1]]).identity()
+        RemoteScorer([service[1]]).pinned_identity()
     client = RemoteScorer([service[1]], token=TOKEN)
     assert torch.equal(client(media, prompts), JpegSize()(media, prompts))
-    assert client.identity().model_id.startswith("jpeg_size")
+    assert client.pinned_identity().model_id.startswith("jpeg_size")
     client.close()
 
 

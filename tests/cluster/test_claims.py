@@ -64,7 +64,7 @@ def ranks_of(store: Store, ranks: int = 4) -> tuple[Claims, list[Claims], Contro
 
 
 def lose(launcher: Claims, control: Control, rank: int) -> list[str]:
-    control.lose(rank)
+    control.mark_lost(rank)
     return launcher.return_lost_tasks(rank, "was killed", TRAINERS)
 
 
@@ -166,7 +166,7 @@ def test_nothing_is_given_to_a_lost_rank(store: Store) -> None:
     _, (trainer, giver, *_), control = ranks_of(store)
     claim = giver.take_next_task(0, TASKS, WHOLE)
     assert claim is not None
-    control.lose(2)
+    control.mark_lost(2)
     assert not giver.give_task(0, claim, 2)
     assert trainer.accepts_result(0, claim)
 
@@ -198,7 +198,7 @@ def test_a_store_of_a_run_answers_as_one_in_memory(store: Store, seed: int) -> N
     assert (stored.newest_version(), stored.lost_ranks()) == (1, frozenset())
     lives = (
         [*life_of_claims(Drawing(seed), claims, lose)]
-        for claims, lose in ((stored, launcher.lose), (memory, memory.lost.add))
+        for claims, lose in ((stored, launcher.mark_lost), (memory, memory.lost.add))
     )
     one, other = lives
     assert one == other
@@ -218,9 +218,9 @@ def test_what_ranks_do_is_told_to_all(store: Store) -> None:
         announce(launcher, rank, work)
     assert work_of(launcher, range(3)) == {rank: works[rank] for rank in range(3)}
     for rank in (5, 6):
-        launcher.join(rank)
+        launcher.add_joined_rank(rank)
     assert work_of(launcher, [2, 0]) == {2: Work(), 0: works[0], 5: works[5], 6: None}
-    launcher.lose(0)
+    launcher.mark_lost(0)
     assert work_of(launcher, [0])[0] is None
 
 
@@ -308,5 +308,5 @@ def test_a_rank_declines_only_for_ranks_that_can_take_the_task(store: Store) -> 
     assert slow.takes_next_task(0)
     fast.announce_work(-1)
     assert not slow.takes_next_task(0), "it has yet to adopt the version"
-    controls[0].lose(1)
+    controls[0].mark_lost(1)
     assert slow.takes_next_task(0)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from digenrl.cluster import control as module
 from digenrl.cluster import launcher
 from digenrl.cluster.control import Aborted, Control, PeerLost
-from digenrl.cluster.handshake import Handshake, _read
+from digenrl.cluster.handshake import Handshake, _read_exactly
 from digenrl.cluster.launcher import check_open_files, keep_memory, mask_secrets, run_rank
 from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
 from digenrl.cluster.world import Session, World
@@ -67,14 +67,14 @@ def test_a_wait_ends_with_the_value_the_cause_the_death_or_the_patience(
     clock.script[1.0] = lambda: host.set("news", "good")
     assert rank.wait_for("news", "the news") == "good"
     assert clock.slept[:8] == [0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.05, 0.05]
-    clock.script[2.0] = lambda: host.lose(2)
+    clock.script[2.0] = lambda: host.mark_lost(2)
     with pytest.raises(PeerLost, match="rank 2 is lost: more news will not come"):
         rank.wait_for("more", "more news", rank=2)
     began = clock.now
     with pytest.raises(Aborted, match=r"rank 1 waited 3 s \(limits.start_s\) for more news"):
         rank.wait_for("more", "more news", rank=3)
     assert 3.0 < clock.now - began < 3.1
-    clock.script[clock.now + 1.0] = lambda: host.abort("it is over")
+    clock.script[clock.now + 1.0] = lambda: host.abort_run("it is over")
     began = clock.now
     assert host.goes_on_without(2, 5.0)
     assert not host.goes_on_without(3, 0.5)
@@ -110,13 +110,13 @@ def test_frames_hold_values_of_every_length(controls: tuple[Control, Control]) -
     }
     for key, value in values.items():
         store.set(key, value)
-    assert store.read([*values, "nobody"]) == [*values.values(), None]
+    assert store.read_values([*values, "nobody"]) == [*values.values(), None]
     assert [store.get(key) for key in values] == [*values.values()]
     assert (store.check(["0", "255"]), store.check(["0", "nobody"])) == (True, False)
     assert store.clone() is store
     assert (store.add("n", -3), store.add("n", 5), store.get("n")) == (-3, 2, b"2")
     assert [
-        store.swap("s", *words) for words in (("a", "b"), ("", "b"), ("", "c"), ("b", "c"))
+        store.compare_and_swap("s", *words) for words in (("a", "b"), ("", "b"), ("", "c"), ("b", "c"))
     ] == [False, True, False, True]
     assert [store.delete_key("s") for _ in range(2)] == [True, False]
 
@@ -126,7 +126,7 @@ def test_an_answer_that_nobody_has_read_is_not_the_next_calls(
 ) -> None:
     store = controls[1].store
     store.set("a", "old")
-    receive = store._frames.receive
+    receive = store._frames.receive_frame
     monkeypatch.setattr(store._frames, "receive", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         store.set("a", "new")
@@ -142,18 +142,18 @@ def test_as_many_bytes_are_read_as_were_asked_for_and_before_the_deadline() -> N
         timer = threading.Timer(0.05, theirs.sendall, (b"defghij",))
         theirs.sendall(b"abc")
         timer.start()
-        assert _read(ours, 5, soon) == b"abcde"
-        assert _read(ours, 5, soon) == b"fghij"
+        assert _read_exactly(ours, 5, soon) == b"abcde"
+        assert _read_exactly(ours, 5, soon) == b"fghij"
         theirs.sendall(b"k")
         with pytest.raises(TimeoutError):
-            _read(ours, 2, time.monotonic() + 0.02)
+            _read_exactly(ours, 2, time.monotonic() + 0.02)
         theirs.sendall(b"lm")
         with pytest.raises(TimeoutError, match="took too long"):
-            _read(ours, 2, time.monotonic() - 1.0)
+            _read_exactly(ours, 2, time.monotonic() - 1.0)
         theirs.sendall(b"n")
         theirs.close()
         with pytest.raises(EOFError, match="closed the connection during the handshake"):
-            _read(ours, 2, soon)
+            _read_exactly(ours, 2, soon)
 
 
 def test_who_has_proved_itself_stays_whoever_comes_later() -> None:
@@ -190,24 +190,24 @@ def test_who_is_connected_is_known_by_rank_and_may_be_shut_out() -> None:
     ]
     for guest in guests:
         guest.set("here", "1")
-    assert server.connected() == {0, 4}
+    assert server.connected_ranks() == {0, 4}
     serving = [t for t in threading.enumerate() if t.name in ("store", "accept store")]
     assert serving
     assert all(thread.daemon for thread in serving), "a process ends while others are connected"
     guests[1]._socket.close()
     guests[2].set("still", "here")
-    assert server.connected() == {0, 4}
-    server.exclude(4)
+    assert server.connected_ranks() == {0, 4}
+    server.exclude_rank(4)
     deadline = time.monotonic() + 20.0
-    while server.connected() != {0}:  # without a request of rank 4
+    while server.connected_ranks() != {0}:  # without a request of rank 4
         assert time.monotonic() < deadline
         time.sleep(0.002)
     with pytest.raises(StoreLost):
         guests[2].set("still", "there")
-    assert host.read(["still", "here"]) == [b"here", b"1"]
+    assert host.read_values(["still", "here"]) == [b"here", b"1"]
     guests[0].set("me", "too")
     with pytest.raises(ValueError, match=r"no request b'sing' of 1 fields"):
-        server._answer(b"sing", b"a")
+        server._answer_request(b"sing", b"a")
     server.close()
     server.close()
 
@@ -216,13 +216,13 @@ def test_the_first_cause_stays_and_an_error_of_a_trainer_ends_the_run(
     controls: tuple[Control, Control],
 ) -> None:
     host, rank = controls
-    rank.report(False, ValueError("small"))
+    rank.report_error(False, ValueError("small"))
     said = "raised ValueError: small; see logs/rank-001.log"
     assert (host.get("cause/1"), host.get("abort")) == (said, None)
-    host.check()
-    rank.report(True, ValueError("small"))
+    host.check_abort()
+    rank.report_error(True, ValueError("small"))
     assert host.get("abort") == f"rank 1 (trainer) {said}"
-    host.abort("later")
+    host.abort_run("later")
     assert host.get("abort") == f"rank 1 (trainer) {said}"
     assert not rank.stopping
     rank.request_stop("enough")
@@ -230,11 +230,11 @@ def test_the_first_cause_stays_and_an_error_of_a_trainer_ends_the_run(
     assert rank.stopping
     assert host.get("stop") == "enough"
     for joined in (5, 4):
-        host.join(joined)
+        host.add_joined_rank(joined)
     host.set("work/5", "busy")
-    host.lose(5)
-    assert (host.get("work/5"), host.joined(), host.lost_ranks()) == ("", [5, 4], {5})
-    assert host.survivors([0, 5, 2]) == [0, 2, 4]
+    host.mark_lost(5)
+    assert (host.get("work/5"), host.joined_ranks(), host.lost_ranks()) == ("", [5, 4], {5})
+    assert host.surviving_ranks([0, 5, 2]) == [0, 2, 4]
 
 
 @pytest.mark.parametrize(

@@ -184,12 +184,12 @@ def test_a_store_answers_its_run_alone_and_says_when_it_is_gone() -> None:
     server = StoreServer(socket.create_server((HOST, 0)), OURS)
     store = StoreClient(server.host, server.port, OURS)
     store.set("a", "1")
-    assert store.read(["a", "b"]) == [b"1", None]
+    assert store.read_values(["a", "b"]) == [b"1", None]
     assert (store.add("n", 2), store.add("n", 3)) == (2, 5)
-    assert store.swap("a", "1", "2")
-    assert not store.swap("a", "1", "3")
-    assert not store.swap("a", "", "3")
-    assert store.swap("new", "", "x")
+    assert store.compare_and_swap("a", "1", "2")
+    assert not store.compare_and_swap("a", "1", "3")
+    assert not store.compare_and_swap("a", "", "3")
+    assert store.compare_and_swap("new", "", "x")
     assert store.delete_key("a")
     assert not store.delete_key("a")
     with pytest.raises(NotOfThisRun):
@@ -213,11 +213,11 @@ def test_a_store_that_stays_silent_is_lost_after_the_limit_of_a_request() -> Non
     client = StoreClient("127.0.0.1", listener.getsockname()[1], handshake)
     began = time.monotonic()
     with pytest.raises(StoreLost, match="no answer within 2 s"):
-        client.read(["key"])
+        client.read_values(["key"])
     assert 1.0 < time.monotonic() - began < 10.0
     silent.set()
     with pytest.raises(StoreLost):
-        client.read(["key"])
+        client.read_values(["key"])
     acceptor.close()
 
 

@@ -32,8 +32,8 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Judge:
         detector = detectors.setdefault(limits, HangDetector(limits))
         now += jump
         for _ in range(seconds):
-            if found := detector.hanging(
-                {rank: progress.now() for rank, progress in enumerate(ranks)}
+            if found := detector.find_hanging_ranks(
+                {rank: progress.current_stretches() for rank, progress in enumerate(ranks)}
             ):
                 return found
             now += 1.0
@@ -70,7 +70,7 @@ def test_a_rank_that_is_gone_gives_the_others_no_more_time(judged: Judge) -> Non
     with gone.stage("decode"), other.stage("decode"):
         for _ in range(4):
             assert judged(25, other, gone) == {}
-            other.tick()
+            other.mark_progress()
         # 100 s of a rank that finished nothing; ten times 24 s of one that did
         assert judged(235, other) == {}
         assert "raise limits.stage_factor" in judged(20, other)[0]
@@ -81,7 +81,7 @@ def test_ticks_and_nested_stages_are_progress(judged: Judge) -> None:
     with rank.stage("train"):
         for _ in range(5):
             assert judged(20, rank) == {}
-            rank.tick()
+            rank.mark_progress()
     with rank.stage("eval"):
         for _ in range(5):
             assert judged(20, rank) == {}
@@ -133,7 +133,7 @@ def test_a_scorer_beside_a_waiting_rank_is_judged_by_itself(judged: Judge) -> No
         )
         over.set()
         scorer.join()
-        assert [stretch.stage for stretch in rank.now()] == ["wait reward"]
+        assert [stretch.stage for stretch in rank.current_stretches()] == ["wait reward"]
 
 
 def test_an_observer_who_was_suspended_finds_nobody_hanging(judged: Judge) -> None:

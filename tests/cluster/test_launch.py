@@ -22,7 +22,7 @@ import pytest
 from digenrl.cluster.access import ACCESS
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
-from digenrl.cluster.launcher import Launch, PlacementError, RankProcess, fork_rank, launch
+from digenrl.cluster.launcher import Launch, PlacementError, RankProcess, fork_rank, launch_ranks
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.network import Network
 from digenrl.cluster.signals import STOPS
@@ -48,7 +48,7 @@ def launched(*args: Any, **options: Any) -> tuple[Any, ...]:
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
             stream = open(descriptor, "w", closefd=False)  # noqa: SIM115
             patch.setattr(sys, name, stream)
-        found = launch(Launch(*args, **options))
+        found = launch_ranks(Launch(*args, **options))
     return found.status, found.cause, found.exit_code
 
 
@@ -134,7 +134,7 @@ def raises(world: World, session: Session) -> None:
         raise ValueError("no such luck")
     control = Control(StoreClient(*session.store), world.rank)
     while True:
-        control.check()
+        control.check_abort()
         time.sleep(0.01)
 
 

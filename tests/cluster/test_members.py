@@ -18,10 +18,10 @@ def test_who_is_shut_out_is_not_heard() -> None:
     try:
         guest = Control(StoreClient(server.host, server.port, replace(handshake, rank=7)), 7)
         host = Control(StoreClient(server.host, server.port, handshake), -1)
-        guest.join(7)
-        assert (host.joined(), host.survivors([1]), server.connected()) == ([7], [1, 7], {7})
-        server.exclude(7)
-        host.lose(7)
+        guest.add_joined_rank(7)
+        assert (host.joined_ranks(), host.surviving_ranks([1]), server.connected_ranks()) == ([7], [1, 7], {7})
+        server.exclude_rank(7)
+        host.mark_lost(7)
         with pytest.raises(StoreLost):
             guest.set("claim", "7")
         with pytest.raises(StoreLost):
@@ -29,6 +29,6 @@ def test_who_is_shut_out_is_not_heard() -> None:
                 "claim", "7"
             )
         assert host.get("claim") is None
-        assert host.survivors([1]) == [1]
+        assert host.surviving_ranks([1]) == [1]
     finally:
         server.close()

@@ -48,7 +48,7 @@ def ports() -> Iterator[tuple[int, int]]:
 @pytest.mark.processes
 def test_a_store_and_two_links_over_ipv6_in_a_range_of_three_ports(ports: tuple[int, int]) -> None:
     network, ours = Network(ports=ports), Handshake()
-    store = StoreServer(network.listen(IPV6), ours)
+    store = StoreServer(network.open_listener(IPV6), ours)
     controls = [
         Control(StoreClient(store.host, store.port, ours), rank, patience=5.0) for rank in range(3)
     ]
@@ -80,12 +80,12 @@ def test_the_interface_decides_the_address_and_what_gloo_and_nccl_are_told(
 ) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "other0")
-    assert Network().address(lambda: "10.0.0.9") == "10.0.0.9"
-    Network().announce("127.0.0.1")
+    assert Network().interface_address(lambda: "10.0.0.9") == "10.0.0.9"
+    Network().announce_interface("127.0.0.1")
     named = Network(interface=LOOPBACK)
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "other0"
-    assert named.address(lambda: "10.0.0.9") == "127.0.0.1"
-    named.announce("127.0.0.1")
+    assert named.interface_address(lambda: "10.0.0.9") == "127.0.0.1"
+    named.announce_interface("127.0.0.1")
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == (
         LOOPBACK,
         f"={LOOPBACK}",
@@ -93,18 +93,18 @@ def test_the_interface_decides_the_address_and_what_gloo_and_nccl_are_told(
 
 
 def test_too_few_ports_are_counted_and_the_remedy_named() -> None:
-    Network(ports=(29600, 29602)).check(3)
+    Network(ports=(29600, 29602)).check_listeners(3)
     with pytest.raises(
         ValueError, match=r"3 ports, but 5 are needed .* network\.ports=\[29600,29604\]"
     ):
-        Network(ports=(29600, 29602)).check(5)
+        Network(ports=(29600, 29602)).check_listeners(5)
 
 
 def test_an_interface_that_does_not_exist_is_answered_with_those_that_do() -> None:
     with pytest.raises(
         ValueError, match=rf"interface = ib7: does not exist .*{LOOPBACK} \(127\.0\.0\.1.*=null"
     ):
-        Network(interface="ib7").check(2)
+        Network(interface="ib7").check_listeners(2)
 
 
 def test_others_can_use_an_address_that_is_not_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,36 +118,36 @@ def test_others_can_use_an_address_that_is_not_of_the_link(monkeypatch: pytest.M
         "down": [entry(six, "fe80::3")],
     }  # fmt: skip
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: there)
-    assert [Network(interface=name).address("") for name in ("ib0", "ib1")] == [
+    assert [Network(interface=name).interface_address("") for name in ("ib0", "ib1")] == [
         "10.0.0.9",
         "fd00::2",
     ]
     known = r"there are lo \(127\.0\.0\.1\), ib0 \(10\.0\.0\.9, fd00::1\), ib1 \(fd00::2\)\. Name"
     with pytest.raises(ValueError, match=rf"interface = down: has no address on .*; {known}"):
-        Network(interface="down").address("")
+        Network(interface="down").interface_address("")
     with pytest.raises(ValueError, match=rf"interface = ib2: does not exist on .*; {known}"):
-        Network(interface="ib2").address("")
+        Network(interface="ib2").interface_address("")
     for host, told in (("10.0.0.9", "ib0"), ("fd00::2", "ib1"), ("10.0.0.8", None)):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             monkeypatch.setenv(name, "")  # so that it is put back as it was
             monkeypatch.delenv(name)
-        Network().announce(host)
+        Network().announce_interface(host)
         assert os.environ.get("GLOO_SOCKET_IFNAME") == told
         assert "NCCL_SOCKET_IFNAME" not in os.environ
 
 
 def test_a_listener_takes_the_first_free_port_of_a_range(ports: tuple[int, int]) -> None:
     network = Network(ports=ports)
-    listeners = [network.listen("127.0.0.1") for _ in range(3)]
+    listeners = [network.open_listener("127.0.0.1") for _ in range(3)]
     taken = [listener.getsockname()[1] for listener in listeners]
     assert taken == [*range(ports[0], ports[1] + 1)]
     with pytest.raises(OSError, match=r"every port is taken on 127\.0\.0\.1; widen") as refused:
-        network.listen("127.0.0.1")
+        network.open_listener("127.0.0.1")
     assert refused.value.errno == errno.EADDRINUSE
     for listener in listeners:
         listener.close()
     with pytest.raises(OSError, match="assign requested") as refused:
-        Network(ports=ports).listen("192.0.2.1")
+        Network(ports=ports).open_listener("192.0.2.1")
     assert refused.value.errno == errno.EADDRNOTAVAIL
 
 

@@ -29,29 +29,29 @@ def test_signals_of_one_second_are_one_and_the_one_beyond_patience_ends_the_proc
     reading, writing = os.pipe()
     seen = StopSignals()
     assert (seen.count, seen.number, seen.exit_code) == (0, 0, 0)
-    seen._handle(signal.SIGTERM, None)  # in the first second of the clock, too
+    seen._handle_signal(signal.SIGTERM, None)  # in the first second of the clock, too
     now = 0.9
-    seen._handle(signal.SIGHUP, None)
+    seen._handle_signal(signal.SIGHUP, None)
     assert (seen.count, seen.number, seen.exit_code) == (1, 15, 143)
     now = 1.0
-    seen._handle(signal.SIGINT, None)
+    seen._handle_signal(signal.SIGINT, None)
     assert (seen.count, seen.number, seen.exit_code) == (2, 15, 143)
     seen.leave_after(1, writing, "gone by {signal}")
     now = 2.0
-    seen._handle(signal.SIGINT, None)
+    seen._handle_signal(signal.SIGINT, None)
     now = 3.0
     seen.count_all()
-    seen._handle(signal.SIGINT, None)
+    seen._handle_signal(signal.SIGINT, None)
     seen.leave_after(0, writing, "gone by {signal}")
     now = 4.0
     with pytest.raises(Ended, match="130"):
-        seen._handle(signal.SIGINT, None)
+        seen._handle_signal(signal.SIGINT, None)
     assert os.read(reading, 99) == b"gone by SIGINT\n"
     os.close(writing)
     os.close(reading)
     now = 5.0
     with pytest.raises(Ended, match="129"):  # nobody reads it any more
-        seen._handle(signal.SIGHUP, None)
+        seen._handle_signal(signal.SIGHUP, None)
     assert [seen.requests.get() for _ in range(seen.count)] == [15, 2, 2, 2, 2, 1]
 
 
@@ -83,9 +83,9 @@ def test_handlers_are_those_of_the_innermost_context_and_nohup_is_obeyed() -> No
     before, one = handlers(), StopSignals()
     with one:
         inside = handlers()
-        assert inside == [one._handle] * len(STOPS)
+        assert inside == [one._handle_signal] * len(STOPS)
         with one, StopSignals() as other:
-            assert handlers() == [other._handle] * len(STOPS)
+            assert handlers() == [other._handle_signal] * len(STOPS)
         assert handlers() == inside
     assert handlers() == before
     assert handled_signals() == STOPS

@@ -32,22 +32,22 @@ def test_stages_of_a_thread_may_overlap() -> None:
     outer, inner = rank.stage("train"), rank.stage("optimizer")
     with outer:
         inner.__enter__()
-    assert [stretch.stage for stretch in rank.now()] == ["optimizer"]
+    assert [stretch.stage for stretch in rank.current_stretches()] == ["optimizer"]
     inner.__exit__(None, None, None)
-    assert [stretch.stage for stretch in rank.now()] == [""]
+    assert [stretch.stage for stretch in rank.current_stretches()] == [""]
 
 
 def test_a_rank_counts_the_graphs_that_it_compiles() -> None:
-    seen = [vitals.facts(Progress())["graphs"]]
+    seen = [vitals.process_facts(Progress())["graphs"]]
     plain = torch.compile(lambda values: values + 1, backend="eager", dynamic=False)
     for rows in (2, 2, 3):
         plain(torch.zeros(rows))
-        seen.append(vitals.facts(Progress())["graphs"] - seen[0])
+        seen.append(vitals.process_facts(Progress())["graphs"] - seen[0])
     assert seen[1:] == [1, 1, 2]
     rank = Progress()
-    assert vitals.facts(rank)["peak_gib"] == {}
+    assert vitals.process_facts(rank)["peak_gib"] == {}
     rank.peaks.update({"train": 3 << 29, "decode": 123_456_789})
-    assert vitals.facts(rank)["peak_gib"] == {"decode": 0.115, "train": 1.5}
+    assert vitals.process_facts(rank)["peak_gib"] == {"decode": 0.115, "train": 1.5}
     assert (vitals.facts_key(3), vitals.watch_key(3)) == ("facts/3", "watch/3")
 
 
@@ -144,7 +144,7 @@ def test_a_heartbeat_says_what_a_rank_does_and_passes_signals_on(
         progress.peaks["decode"] = 3 << 29
         vitals.start_heartbeat(session, world)
         until(key, lambda value: value == str(int(number)))
-        until(f"facts/{rank}", lambda value: value == json.dumps(vitals.facts(progress)))
+        until(f"facts/{rank}", lambda value: value == json.dumps(vitals.process_facts(progress)))
         until(f"beat/{rank}", lambda value: json.loads(value or "[0]")[0] > 3)
         (doing,) = json.loads(control.get(f"beat/{rank}") or "")[1]
     assert {key, "signal", f"ask/{rank}"} - {key} == {
@@ -157,7 +157,7 @@ def test_a_heartbeat_says_what_a_rank_does_and_passes_signals_on(
     control.set(f"leave/{rank}", "signal")
     if rank:
         assert session.leave.wait(20.0)
-    server.exclude(rank)
+    server.exclude_rank(rank)
     server.close()
     for thread in threading.enumerate():
         if thread.name == f"heartbeat-{rank}":
@@ -223,7 +223,7 @@ def test_a_monitor_judges_the_launcher_by_its_pipe_and_its_state(
     monkeypatch.setattr(vitals.os, "kill", lambda *to: done.append(to))
     monkeypatch.setattr(vitals.os, "_exit", leave)
     with pytest.raises(SystemExit) as ended:
-        monitor._watch(77, told.append)
+        monitor._watch_launcher(77, told.append)
     monkeypatch.undo()
     os.close(monitor._read)
     assert (ended.value.code, seen[0], done) == (0, looks, killed)
@@ -302,12 +302,12 @@ def test_a_rank_that_hangs_writes_its_stacks_before_it_is_killed(
     monitor._hangs = judge
     stretch = Progress()
     with stretch.stage("decode"):
-        (doing,) = stretch.now()
+        (doing,) = stretch.current_stretches()
     control.set("beat/0", json.dumps([1, [astuple(doing)]]))
     found = []
     for _ in range(9):
         now[0] += 0.5
-        found.append(monitor.unresponsive([0, 1, 2]))
+        found.append(monitor.find_unresponsive([0, 1, 2]))
     server.close()
     suspended = {2: "stopped responding (process 102 is suspended)"}
     assert found[:7] == [{}] * 7
@@ -323,7 +323,7 @@ def test_marking_costs_microseconds() -> None:
     began = time.perf_counter()
     for _ in range(10_000):
         with rank.stage("decode"):
-            rank.tick()
+            rank.mark_progress()
     each = (time.perf_counter() - began) / 10_000
     print(f"a stage with one tick: {1e6 * each:.1f} microseconds")
     assert each < 1e-3, "a thousand times less than a denoising step"
@@ -352,7 +352,7 @@ def test_a_rank_leaves_a_run_that_is_over_after_its_limits_and_says_why(
 
     def look(cause: str | None, seconds: float = 1.0) -> None:
         now[0] += seconds
-        end.observe(cause, store)
+        end.leave_when_overdue(cause, store)
 
     for _ in range(50):
         look(None)
@@ -383,8 +383,8 @@ def test_last_words_that_block_keep_no_process(
     session = Session("", 0, Handshake(), tmp_path, 0.0, limits=Limits(abort_s=0.1, leave_s=0.1))
     end = leaving.Leaving(session, World(0, 1, 0), lambda cause: bool(never.wait()) or None)
     time.sleep(0.15)
-    end.observe("gone")
+    end.leave_when_overdue("gone")
     time.sleep(0.15)
     with pytest.raises(Over):
-        end.observe("gone")
+        end.leave_when_overdue("gone")
     never.set()

@@ -119,7 +119,7 @@ class Run:
             self.control, self.server, self.spec, self.spec.run_dir, LIMITS, self.ranks
         )
         watch = launcher._Watch(self.spec, self.ranks, self.control, self.members)  # type: ignore[arg-type]
-        found = watch.run()
+        found = watch.watch_ranks()
         self._look()
         self.seen["end"] = self.now
         return found
@@ -203,7 +203,7 @@ def join(rank: int) -> Callable[[Run], None]:
     def happen(run: Run) -> None:
         own = replace(run.handshake, rank=rank)
         run.guests[rank] = StoreClient(run.server.host, run.server.port, own)
-        Control(run.guests[rank], rank).join(rank)
+        Control(run.guests[rank], rank).add_joined_rank(rank)
 
     return happen
 
@@ -213,7 +213,7 @@ def part(rank: int, said: str = "") -> Callable[[Run], None]:
         if said:
             run.control.set(end_key(rank), said)
         run.guests.pop(rank)._socket.close()
-        while rank in run.server.connected():
+        while rank in run.server.connected_ranks():
             os.sched_yield()
 
     return happen

@@ -101,7 +101,7 @@ def test_a_run_starts_again_unless_that_is_in_vain(case: str) -> None:
     restarts = Restarts(most, 1.5, steps=9)
     assert restarts.pause_s == 1.5
     for number, ((began, finished), said) in enumerate(zip(deaths, expected, strict=True)):
-        refused = restarts.refuse(f"rank {number} died", began, finished)
+        refused = restarts.refuse_restart(f"rank {number} died", began, finished)
         if said is None or said == DIED:
             assert refused == said
         else:

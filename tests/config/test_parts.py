@@ -32,9 +32,9 @@ from digenrl.config import (
 )
 from digenrl.config import help as help_
 from digenrl.config.relations import batches, ranks
-from digenrl.config.removed import REMOVED, reason
+from digenrl.config.removed import REMOVED, removal_reason
 from digenrl.config.shipped import config_directory
-from digenrl.config.words import quoted
+from digenrl.config.words import quote_value
 from digenrl.record.redact import MASK
 
 PARSER = OverridesParser.create()
@@ -42,7 +42,7 @@ PARSER = OverridesParser.create()
 
 @given(st.text("\\'\" ,[]{}()a=:$*~", max_size=8).map(lambda text: text + "."))
 def test_what_is_quoted_is_read_as_it_was(text: str) -> None:
-    assert PARSER.parse_override(f"key={quoted(text)}").value() == text
+    assert PARSER.parse_override(f"key={quote_value(text)}").value() == text
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_what_is_quoted_is_read_as_it_was(text: str) -> None:
     ],
 )
 def test_a_schema_in_words(node: dict[str, Any], words: str) -> None:
-    assert validation._phrase(node) == words
+    assert validation._allowed_phrase(node) == words
 
 
 @pytest.mark.parametrize(
@@ -82,15 +82,15 @@ def test_a_schema_in_words(node: dict[str, Any], words: str) -> None:
     ],
 )
 def test_a_value_in_words(value: Any, kind: str, shown: str) -> None:
-    assert (validation._kind_of(value), validation.shown(value)) == (kind, shown)
+    assert (validation._kind_of(value), validation.show_value(value)) == (kind, shown)
 
 
 def test_two_ranks_disagree_in_what_differs_and_in_what_one_of_them_lacks() -> None:
     run, own = {"seed": 1, "b": 2, "same": 3, "c": None}, {"seed": 4, "same": 3, "a": 5, "c": None}
-    found = stored.disagreements(run, own)
+    found = stored.find_disagreements(run, own)
     assert [text.split(" = ")[0] for text in found] == ["a", "b", "seed"]
     assert found[2] == "seed = 4 (the run's: 1)"
-    assert stored.disagreements(run, dict(run)) == []
+    assert stored.find_disagreements(run, dict(run)) == []
 
 
 @pytest.mark.parametrize("old", sorted(REMOVED))
@@ -98,11 +98,11 @@ def test_a_removed_key_says_why_with_any_name_and_for_what_is_below_it(old: str)
     key, _, value = old.partition("=")
     named = key.replace("*", "mine")
     if value:
-        assert reason(named, value) == REMOVED[old]
-        assert reason(named, "another") == REMOVED.get(key)
+        assert removal_reason(named, value) == REMOVED[old]
+        assert removal_reason(named, "another") == REMOVED.get(key)
     else:
-        assert reason(named) == reason(f"{named}.deeper", 3) == REMOVED[old]
-    assert reason(f"x{named}", value or None) is None
+        assert removal_reason(named) == removal_reason(f"{named}.deeper", 3) == REMOVED[old]
+    assert removal_reason(f"x{named}", value or None) is None
 
 
 def _said(rule: Any, **values: Any) -> list[str]:
@@ -183,7 +183,7 @@ def test_ranks_fit_the_devices_that_may_have_their_role(
 )
 def test_each_trainer_has_its_recomputation(kept: Any, trainers: Any, refused: bool) -> None:
     said = _said(
-        ranks._recomputation,
+        ranks._recomputation_entries,
         model__gradient_checkpointing=kept, allocation__trainers=trainers,
     )  # fmt: skip
     assert len(said) == refused
@@ -243,15 +243,15 @@ KNOWN = [
 def test_the_nearest_name_is_looked_for_among_siblings_by_the_last_part_and_as_a_whole(
     name: str, found: str | None
 ) -> None:
-    assert errors.nearest(name, KNOWN) == errors.nearest(name, reversed(KNOWN)) == found
+    assert errors.nearest_name(name, KNOWN) == errors.nearest_name(name, reversed(KNOWN)) == found
 
 
 def test_of_those_that_contain_a_name_the_shortest_is_the_nearest_and_two_letters_are_too_few() -> (
     None
 ):
     known = ["one.long.abcdefgh", "abcdefghi"]
-    assert errors.nearest("cde", known) == "abcdefghi"
-    assert errors.nearest("cd", known) is None
+    assert errors.nearest_name("cde", known) == "abcdefghi"
+    assert errors.nearest_name("cd", known) is None
 
 
 def test_problems_are_said_once_each_and_counted() -> None:
@@ -259,7 +259,7 @@ def test_problems_are_said_once_each_and_counted() -> None:
     assert str(one) == "1 error in the configuration; nothing was started or written:\n  - a"
     assert str(two).startswith("2 errors in the configuration; nothing was started or written:\n")
     assert (one.problems, two.problems) == (("a",), ("b", "a"))
-    assert (errors.listing(["b", "a"]), errors.listing([])) == ("a, b", "none")
+    assert (errors.list_names(["b", "a"]), errors.list_names([])) == ("a, b", "none")
 
 
 def test_directories_of_ones_own_become_a_key_of_hydra() -> None:
@@ -291,7 +291,7 @@ def test_an_option_that_is_not_there_names_the_nearest_and_all() -> None:
     ],
 )  # fmt: skip
 def test_whether_a_key_is_there_at_any_depth(key: str, there: bool) -> None:
-    assert compose._exists({"a": {"b": [1, {"c": 2}]}, "x": None}, key) is there
+    assert compose._key_exists({"a": {"b": [1, {"c": 2}]}, "x": None}, key) is there
 
 
 def test_words_are_sorted_into_options_and_values_and_what_is_wrong_is_said() -> None:
@@ -324,7 +324,7 @@ def test_a_fresh_run_directory_counts_up_from_the_number_that_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def names(wanted: str, times: int) -> list[str]:
-        return [output_dir._fresh(tmp_path / "new" / "runs" / wanted).name for _ in range(times)]
+        return [output_dir._make_fresh(tmp_path / "new" / "runs" / wanted).name for _ in range(times)]
 
     assert names("noon-3", 3) == ["noon-3", "noon-4", "noon-5"]
     assert names("plain", 3) == ["plain", "plain-1", "plain-2"]
@@ -379,7 +379,7 @@ def test_a_page_whose_reader_has_quit_ends_without_an_error(
     os.close(reading)
     stdout = os.fdopen(writing, "w")
     monkeypatch.setattr(sys, "stdout", stdout)
-    help_.show("A page.")
+    help_.show_page("A page.")
     print("What comes later.", flush=True)
     stdout.close()
 
@@ -499,7 +499,7 @@ def test_updates_divide_the_batch_or_every_group(
         "algorithm__updates_per_batch": updates, "data__prompts_per_batch": prompts,
         "data__oversample": oversample,
     }  # fmt: skip
-    said = [*_said(batches._updates, **values), *_said(batches._updates_within, **values)]
+    said = [*_said(batches._update_count, **values), *_said(batches._updates_within, **values)]
     assert len(said) == len(refused)
     assert all(part in text for part, text in zip(refused, said, strict=True))
 
@@ -525,7 +525,7 @@ def test_leaves_that_cannot_be_resolved_are_left_out_and_named() -> None:
             "g": {"h": None},
         }
     )
-    plain, problems = checks.resolved(tree)
+    plain, problems = checks.resolve_tree(tree)
     assert plain == {"a": 3, "b": 3, "d": {"e": [1, {"f": 3}]}, "g": {"h": None}}
     assert problems["c"] == "c: a value is required; set c=..."
     assert problems["d.e[0]"].startswith("d.e[0]: cannot be resolved (")
@@ -601,10 +601,10 @@ def test_what_hydra_refuses_is_said_in_one_line(hydras: str, said: str) -> None:
 def test_keys_of_hydra_and_of_a_lists_items_are_not_proposed() -> None:
     tree = {"hydra": {"zebra": 1}, "logger": [{"okapi": 2}], "callbacks": {"gnu": {"tapir": 3}}}
     known = compose.KnownKeys(OmegaConf.create(tree), "train")
-    assert "nearest: callbacks.gnu.tapir." in known.unknown("tapor", 1)
+    assert "nearest: callbacks.gnu.tapir." in known.unknown_message("tapor", 1)
     for key in ("zebro", "okapy"):
-        assert known.unknown(key, 1).startswith(f"{key} = 1: no such key; the top level has ")
-    assert known.unknown("callbacks.qqqq.wwww.zzzz", 1).endswith("; callbacks has gnu.")
+        assert known.unknown_message(key, 1).startswith(f"{key} = 1: no such key; the top level has ")
+    assert known.unknown_message("callbacks.qqqq.wwww.zzzz", 1).endswith("; callbacks has gnu.")
 
 
 def test_values_go_into_the_groups_that_are_there_and_keys_are_added_and_removed() -> None:
@@ -622,10 +622,10 @@ def test_values_go_into_the_groups_that_are_there_and_keys_are_added_and_removed
 
 
 def test_a_program_that_uses_hydra_itself_may_compose() -> None:
-    compose._composed.cache_clear()
+    compose._compose_cached.cache_clear()
     with initialize_config_dir(str(config_directory()), version_base=compose.VERSION_BASE):
         assert (
-            compose.composed("train", ["experiment=flux1_flowgrpo", "schedule=gap"]).schedule.gap
+            compose.compose_config("train", ["experiment=flux1_flowgrpo", "schedule=gap"]).schedule.gap
             == 1
         )
 
@@ -685,7 +685,7 @@ def test_what_a_stored_run_leaves_open_is_kept_when_removed_keys_are_left_out() 
     tree = OmegaConf.create(
         {"seed": "???", "reward": {"cache_size": 3, "pending": "???"}, "handshake": {"a": {"b": 1}}}
     )
-    assert stored._forget(tree) == ["reward.cache_size=3", "handshake={'a': {'b': 1}}"]
+    assert stored._drop_removed_keys(tree) == ["reward.cache_size=3", "handshake={'a': {'b': 1}}"]
     assert OmegaConf.to_container(tree) == {"seed": "???", "reward": {"pending": "???"}}
 
 
@@ -694,5 +694,5 @@ def test_ranks_agree_about_everything_but_what_belongs_to_a_machine() -> None:
         "seed": 1, "resume": "a", "output_root": "b", "network": {"ports": [1, 2]}, "allow_targets": [],
         "confirm_hosts": [], "data": {"prompt_store": "c", "group_size": 2, "links": {}}, "api_key": "d",
     }  # fmt: skip
-    found = stored.identity(OmegaConf.create(config))
+    found = stored.configuration_identity(OmegaConf.create(config))
     assert found == {"seed": 1, "data.group_size": 2, "data.links": {}, "api_key": MASK}

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from digenrl import config
 from digenrl.config.command_settings import schema_of
 from digenrl.config.help import Arguments, read_arguments
-from digenrl.config.targets import nodes
+from digenrl.config.targets import walk_nodes
 from digenrl.config.validation import keys_of
 from digenrl.earlier_run import changed_run
 from digenrl.prompts import DIRECTORY
@@ -262,7 +262,7 @@ def test_a_copy_of_ones_own_follows_its_source_in_a_stored_run(here: Path) -> No
     tree = changed_run(run, ["data.heldout=more.txt", "seed=7"]).settings.tree
     assert at(tree, f"{EVALUATION}.prompts") == str(here / "a/more.txt")
     assert at(tree, f"{EVALUATION}.seed") == 7
-    assert composed.settings.changed({"seed": 8}).node(f"{EVALUATION}.seed") == 8
+    assert composed.settings.with_values({"seed": 8}).node_at(f"{EVALUATION}.seed") == 8
 
 
 def test_a_copy_with_a_value_of_its_own_is_none(here: Path) -> None:
@@ -313,7 +313,7 @@ def test_no_stored_text_holds_a_relative_path(here: Path) -> None:
     words = ["data.prompts=mine.txt", "data.heldout=held.txt", "model.path=base.safetensors"]
     tree = OmegaConf.load(stored(words, here) / "config.yaml")
     typed = ("mine.txt", "held.txt", "base.safetensors", "outputs")
-    assert not [path for path, value in nodes(OmegaConf.to_container(tree)) if value in typed]
+    assert not [path for path, value in walk_nodes(OmegaConf.to_container(tree)) if value in typed]
 
 
 def test_a_run_on_a_folder_with_a_secrets_shape_is_continued(here: Path) -> None:

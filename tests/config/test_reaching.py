@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from digenrl import config
 from digenrl.config.reaching import reaching_problems, reaching_words
-from digenrl.config.stored import identity, words_to_join
+from digenrl.config.stored import configuration_identity, words_to_join
 from digenrl.rewards.judge import server_command
 from digenrl.rewards.needs import flag_problems
 from tests.reachable import reachable
@@ -153,7 +153,7 @@ def test_a_rollout_that_joins_is_told_what_the_command_line_has_allowed(run: Pat
     with pytest.raises(config.ConfigError):
         config.load([], stored=run)
     joined = config.load(words_to_join(tree), stored=run).settings.tree
-    assert identity(joined) == identity(config.load(words, stored=run).settings.tree)
+    assert configuration_identity(joined) == configuration_identity(config.load(words, stored=run).settings.tree)
 
 
 @pytest.mark.heavy

@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from digenrl import config
-from digenrl.config.compose import composed
+from digenrl.config.compose import compose_config
 from digenrl.config.errors import MOST_SHOWN
 from digenrl.config.help_pages import configuration_help
 from digenrl.config.settings import RESUMABLE
@@ -155,7 +155,7 @@ def test_a_resumed_run_changes_only_what_the_list_allows(run: Path) -> None:
 
 @pytest.mark.heavy
 def test_the_keys_that_may_change_exist_and_are_marked_in_help() -> None:
-    tree = composed("train", [])
+    tree = compose_config("train", [])
     absent = [key for key in RESUMABLE if OmegaConf.select(tree, key, default="absent") == "absent"]
     optional = {"hardware.efficiency", "hardware.seconds", "model.gradient_checkpointing"}
     assert set(absent) <= optional, "keys that a configuration may lack"

@@ -12,13 +12,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from digenrl.config import config_directory, instantiate
-from digenrl.config.targets import FOREIGN, ROOMS, components, is_allowed, target_problems, targets
+from digenrl.config.targets import FOREIGN, ROOMS, known_components, is_allowed, target_problems, find_targets
 from tests.deleting import installed
 
 
 def test_finds_targets_at_any_depth() -> None:
     tree = {"_target_": "a.b", "x": [{"y": {"_target_": "c.d"}}, ({"_target_": "e.f"},)], "z": 1}
-    assert [(path, name) for path, name, _ in targets(tree)] == [
+    assert [(path, name) for path, name, _ in find_targets(tree)] == [
         ("", "a.b"),
         ("x[0].y", "c.d"),
         ("x[1][0]", "e.f"),
@@ -152,14 +152,14 @@ def named_in_configs() -> set[str]:
     return {
         name
         for file in files
-        for _, name, _ in targets(OmegaConf.to_container(OmegaConf.load(file)))
+        for _, name, _ in find_targets(OmegaConf.to_container(OmegaConf.load(file)))
     }
 
 
 def test_the_list_holds_what_configs_names_and_what_the_documents_offer(repository: Path) -> None:
     named, adding = named_in_configs(), (repository / "docs" / "adding.md").read_text()
-    further = components() - named
-    assert named <= components()
+    further = known_components() - named
+    assert named <= known_components()
     assert further == {"torch.optim.Adam", "torch.optim.SGD"}
     assert [name for name in further if f"`{name}`" not in adding] == []
     assert [room for room in ROOMS if not any(name.startswith(f"{room}.") for name in named)] == []
@@ -170,7 +170,7 @@ def here(name: str) -> bool:
     return not name.startswith("digenrl.extensions.") or installed(name.split(".")[2])
 
 
-@pytest.mark.parametrize("name", sorted(filter(here, components())))
+@pytest.mark.parametrize("name", sorted(filter(here, known_components())))
 def test_a_component_is_a_class(name: str) -> None:
     assert target_problems({"_target_": name}) == []
     if name in FOREIGN:
@@ -187,9 +187,9 @@ def test_a_file_of_configs_adds_a_class_of_our_rooms_and_nothing_else(
     (tmp_path / "configs" / "mine.yaml").write_text(nodes)
     (tmp_path / "configs" / "broken.yaml").write_text("a: [1\n")
     monkeypatch.setattr("digenrl.config.targets.config_directory", lambda: tmp_path / "configs")
-    components.cache_clear()
+    known_components.cache_clear()
     try:
-        assert components() == {*FOREIGN, *own}
+        assert known_components() == {*FOREIGN, *own}
         assert target_problems({"_target_": own[0]}) == []
         monkeypatch.setattr("digenrl.config.targets.argument_problems", lambda *node: [])
         with pytest.raises(
@@ -197,13 +197,13 @@ def test_a_file_of_configs_adds_a_class_of_our_rooms_and_nothing_else(
         ):
             instantiate({"_target_": own[1]})
     finally:
-        components.cache_clear()
+        known_components.cache_clear()
 
 
 def test_no_component_calls_something_by_name(repository: Path) -> None:
     """A target could otherwise be named where neither gate looks."""
     modules = {
-        name.rpartition(".")[0] for name in components() if name not in FOREIGN and here(name)
+        name.rpartition(".")[0] for name in known_components() if name not in FOREIGN and here(name)
     }
     assert len(modules) > 20
     for module in modules:

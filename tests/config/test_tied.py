@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from digenrl import config
 from digenrl.config.compose import group_options
 from digenrl.config.shipped import config_directory
-from digenrl.config.stored import tie_of, untied
+from digenrl.config.stored import tie_of, compare_ties
 from digenrl.earlier_run import require_tied
 from digenrl.extensions.export.cli import export
 from digenrl.strategy.checkpoint_io import (
@@ -46,7 +46,7 @@ def edit(run: Path, key: str, value: Any) -> None:
 
 
 def compared(run: Path, *words: str) -> tuple[list[str], list[str]]:
-    return untied(run, ties_of(run / "checkpoints" / "step-000002"), words)
+    return compare_ties(run, ties_of(run / "checkpoints" / "step-000002"), words)
 
 
 @pytest.mark.heavy
@@ -56,7 +56,7 @@ def test_what_a_run_stores_is_what_its_checkpoint_is_tied_to(
 ) -> None:
     composed = config.load([f"experiment={experiment}", f"hydra.run.dir={tmp_path}/run-0"])
     run = config.prepare_run_dir(composed)
-    assert untied(run, [tie_of(composed.settings.tree)], []) == ([], [])
+    assert compare_ties(run, [tie_of(composed.settings.tree)], []) == ([], [])
 
 
 @pytest.mark.heavy

@@ -16,7 +16,7 @@ from digenrl import config
 from digenrl.cli.sweeps import expand
 from digenrl.config.commands import to_continue
 from digenrl.config.compose import read_word
-from digenrl.config.words import literal, pasted, word
+from digenrl.config.words import quote_path_word, shell_word, format_word
 from tests.conftest import ROOT
 
 FOLDERS = ["Dropbox (Lab)", "a,b", "it's", "k=v", "[1]", "{x}", "two  spaces", "ü ", "50%", "a\\"]
@@ -29,23 +29,23 @@ TEXTS = st.text(st.characters(exclude_characters="\0\n\r$", exclude_categories=[
 @example("1e3")
 @example("inf")
 def test_a_word_is_read_as_the_text_that_it_was_made_from(text: str) -> None:
-    assert str(read_word(word("data.heldout", text)).value()) == text
-    (read,) = shlex.split(pasted("data.heldout", text))
+    assert str(read_word(format_word("data.heldout", text)).value()) == text
+    (read,) = shlex.split(shell_word("data.heldout", text))
     assert str(read_word(read).value()) == text
     if text[0] not in "'\"":
-        assert str(read_word(literal(f"hydra.run.dir={text}")).value()) == text
+        assert str(read_word(quote_path_word(f"hydra.run.dir={text}")).value()) == text
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_runs_and_jobs_of_a_sweep_lie_in_folders_of_any_name(tmp_path: Path, folder: str) -> None:
     root = tmp_path / folder
-    for given_word in (word("output_root", root), f"hydra.run.dir={root}/run-0"):
+    for given_word in (format_word("output_root", root), f"hydra.run.dir={root}/run-0"):
         assert root in config.load(["experiment=digits_flowgrpo", given_word]).run_dir.parents
-    words = ["-m", "experiment=digits_flowgrpo", "seed=1,2", word("output_root", root)]
+    words = ["-m", "experiment=digits_flowgrpo", "seed=1,2", format_word("output_root", root)]
     directory, jobs = expand(words)
     assert root in directory.parents
     for job in jobs:
-        composed = config.load([*job.words, word("hydra.run.dir", job.run_dir)])
+        composed = config.load([*job.words, format_word("hydra.run.dir", job.run_dir)])
         assert composed.run_dir == job.run_dir
 
 

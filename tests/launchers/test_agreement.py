@@ -22,8 +22,8 @@ from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.world import Session, World
 from digenrl.config import load
 from digenrl.launchers import agreement
-from digenrl.launchers.agreement import ProcessFacts, agree, check_machine, compare
-from digenrl.launchers.job import newest
+from digenrl.launchers.agreement import ProcessFacts, compare_processes, check_machine, find_differences
+from digenrl.launchers.job import newest_checkpoint
 from digenrl.launchers.places import Place
 from tests.launchers.scheduled import Processes, processes, srun, summary, words
 from tests.strategy.processes import TINY
@@ -47,7 +47,7 @@ def facts(**changed: Any) -> ProcessFacts:
     ],
 )
 def test_a_difference_names_both_values(own: Mapping[str, Any], said: list[str]) -> None:
-    assert compare(facts(), facts(**own)) == said
+    assert find_differences(facts(), facts(**own)) == said
 
 
 @pytest.mark.parametrize("nodes", range(7))
@@ -81,15 +81,15 @@ def test_an_interface_is_enough_where_the_machine_has_no_route() -> None:
     def unreachable() -> str:
         raise OSError("Network is unreachable")
 
-    assert Network("lo").address(unreachable) == "127.0.0.1"
+    assert Network("lo").interface_address(unreachable) == "127.0.0.1"
     with pytest.raises(OSError, match="unreachable"):
-        Network().address(unreachable)
+        Network().interface_address(unreachable)
 
 
 @pytest.fixture
 def session(tmp_path: Path) -> Iterator[Session]:
     handshake = Handshake()
-    server = StoreServer(Network().listen("127.0.0.1"), handshake)
+    server = StoreServer(Network().open_listener("127.0.0.1"), handshake)
     yield Session(server.host, server.port, handshake, tmp_path, 0.0, limits=Limits(start_s=20.0))
     server.close()
 
@@ -115,10 +115,10 @@ def all_agree(
         place = Place(process, len(places), local, "127.0.0.1", 0, "job", False, size)
         world = World(process, 1, len(places) - 1, local)
         try:
-            agree(given.settings, place, world, session)
+            compare_processes(given.settings, place, world, session)
         except (ValueError, Aborted) as error:
             raised[process] = str(error)
-            Control(StoreClient(*session.store), process).abort(str(error))
+            Control(StoreClient(*session.store), process).abort_run(str(error))
 
     threads = [threading.Thread(target=be, args=(n,)) for n in range(len(places))]
     for thread in threads:
@@ -196,8 +196,8 @@ def test_one_process_verifies_the_checkpoint_of_all(tmp_path: Path, processes: P
     (run_dir,) = tmp_path.glob("outputs/*/*")
     damaged = run_dir / "checkpoints/step-000002/policy.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
-    assert newest(run_dir).name == "step-000001"
-    assert newest(run_dir, verifies=False).name == "step-000002"
+    assert newest_checkpoint(run_dir).name == "step-000001"
+    assert newest_checkpoint(run_dir, verifies=False).name == "step-000002"
     srun(processes, [*command, f"resume={run_dir}", "max_rl_steps=3"], 2)
     assert processes.codes() == [0, 0, 0, 0], processes.tails()
     assert "passed over for step-000001" in processes.said(2, "err")

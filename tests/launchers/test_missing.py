@@ -10,7 +10,7 @@ import pytest
 
 from digenrl import config, devices
 from digenrl.cli.extensions import choose_advisor
-from digenrl.launchers.job import NotStarted, prepare
+from digenrl.launchers.job import NotStarted, prepare_job
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def refused(words: list[str]) -> list[str]:
     with pytest.raises(NotStarted) as caught:
-        prepare(config.load(words), choose_advisor())
+        prepare_job(config.load(words), choose_advisor())
     return str(caught.value).splitlines()
 
 
@@ -57,7 +57,7 @@ def test_gpus_come_first_and_the_last_line_goes_on(
     ]
     composed = config.load(given)
     assert composed.choices["experiment"] == experiment
-    prepare(composed, choose_advisor())
+    prepare_job(composed, choose_advisor())
 
 
 def test_words_of_the_user_stay_in_the_command_that_goes_on() -> None:

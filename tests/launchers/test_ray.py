@@ -14,7 +14,7 @@ import pytest
 
 from digenrl import config as configuration
 from digenrl.config.errors import ConfigError
-from digenrl.launchers.on_ray import Places, all_reserved, driver_host, inherited
+from digenrl.launchers.on_ray import Places, all_reserved, driver_host, inherited_variables
 from tests.training import SMALL, Train, commands
 
 pytestmark = pytest.mark.processes
@@ -172,7 +172,7 @@ def test_ranks_take_over_what_the_driver_was_given() -> None:
         "HOME": "/root",
         "MY_HF_HOME": "/x",
     }
-    assert inherited(taken | left) == taken
+    assert inherited_variables(taken | left) == taken
 
 
 def test_no_lack_is_told_while_processes_start() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from digenrl.config import config_directory
 from digenrl.facts import facts_by_family
 from digenrl.models import pretrained
-from digenrl.models.latents import pack
+from digenrl.models.latents import pack_latents
 
 Call = dict[str, Any]
 Converter = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -116,7 +116,7 @@ def joined(pipeline: Any, found: Tensor, *others: Tensor) -> Tensor:
 def normalised(pipeline: Any, found: Tensor) -> Tensor:
     """The pipeline gives latents of the autoencoder."""
     bn, eps = pipeline.vae.bn, pipeline.vae.config.batch_norm_eps
-    normal: Tensor = (pack(found) - bn.running_mean) / torch.sqrt(bn.running_var + eps)
+    normal: Tensor = (pack_latents(found) - bn.running_mean) / torch.sqrt(bn.running_var + eps)
     return normal
 
 

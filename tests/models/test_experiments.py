@@ -39,7 +39,7 @@ SCORER_CHANGES = (".scorer.build", ".scorer.path")
 @cache
 def composed(experiment: str, *words: str) -> dict[str, Any]:
     loaded = configuration.load([f"experiment={experiment}", *words])
-    plain: Any = loaded.settings.plain()
+    plain: Any = loaded.settings.as_plain()
     return plain
 
 

@@ -18,8 +18,8 @@ from digenrl.config import load
 from digenrl.extensions.zoo.since import require
 from digenrl.models import pretrained
 from digenrl.models import tiny as tiny_builds
-from digenrl.models.latents import pack, unpack
-from digenrl.models.lora_files import LoraFileError, _files
+from digenrl.models.latents import pack_latents, unpack_latents
+from digenrl.models.lora_files import LoraFileError, _adapter_files
 from digenrl.models.pretrained import PretrainedError, require_shards
 from digenrl.types import Prompt
 from tests.conftest import ROOT
@@ -367,8 +367,8 @@ def test_reference_of_full_fine_tuning_needs_the_kept_copy():
 
 def test_packing_is_its_own_inverse():
     latents = torch.randn(2, 16, 4, 6)
-    assert pack(latents).shape == (2, 6, 64)
-    assert torch.equal(unpack(pack(latents), 4, 6), latents)
+    assert pack_latents(latents).shape == (2, 6, 64)
+    assert torch.equal(unpack_latents(pack_latents(latents), 4, 6), latents)
 
 
 def test_what_can_be_made_again_lies_in_the_users_cache_outside_of_a_checkout(
@@ -466,4 +466,4 @@ def test_a_pipe_in_a_folder_of_weights_is_no_file(tmp_path: Path) -> None:
         require_shards(str(tmp_path), "text_encoder")
     (encoder / "b.safetensors").unlink()
     with pytest.raises(LoraFileError, match="0 files end in"):
-        _files(encoder, {"transformer": ""})
+        _adapter_files(encoder, {"transformer": ""})

@@ -175,7 +175,7 @@ def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(fam
             name: value.cpu() for name, value in condition.items() if not name.startswith(NEGATIVE)
         }
         policy.codec._embeddings |= dict.fromkeys(
-            itertools.chain(*policy.codec.wordings([PROMPT])), positive
+            itertools.chain(*policy.codec.branch_wordings([PROMPT])), positive
         )
         scores: list[Tensor] = []
 
@@ -235,7 +235,7 @@ def test_a_denoising_step_waits_for_no_copy_and_reads_no_prompt(
             if not name.startswith(NEGATIVE)
         }
         policy.codec._embeddings |= dict.fromkeys(
-            itertools.chain(*policy.codec.wordings([PROMPT])), positive
+            itertools.chain(*policy.codec.branch_wordings([PROMPT])), positive
         )
         encode, encoded = policy.codec.encode, list[int]()
         monkeypatch.setattr(policy.codec, "encode", lambda ps: encoded.append(1) or encode(ps))

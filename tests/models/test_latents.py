@@ -10,20 +10,20 @@ import pytest
 import torch
 from torch import nn
 
-from digenrl.models.latents import pack, require_multiple, token_positions, unpack
-from digenrl.models.lora import LoraSpec, inject_lora, lora_modules, wide
+from digenrl.models.latents import pack_latents, require_multiple, token_positions, unpack_latents
+from digenrl.models.lora import LoraSpec, inject_lora, lora_modules, wide_dtype
 from tests.models.tiny_policies import make
 
 
 def test_a_token_is_a_patch_of_two_by_two_channel_by_channel() -> None:
     latents = torch.arange(5 * 3 * 4 * 6.0).view(5, 3, 4, 6)
-    tokens = pack(latents)
+    tokens = pack_latents(latents)
     assert tokens.shape == (5, 6, 12)
     for row in range(2):
         for column in range(3):
             patch = latents[:, :, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
             assert torch.equal(tokens[:, 3 * row + column], patch.flatten(1))
-    assert torch.equal(unpack(tokens, 4, 6), latents)
+    assert torch.equal(unpack_latents(tokens, 4, 6), latents)
 
 
 def test_positions_count_rows_and_columns() -> None:
@@ -146,4 +146,4 @@ def test_an_adapter_of_another_number_of_layers_is_refused() -> None:
     ],
 )
 def test_weights_are_trained_in_32_bit_or_more(dtype: torch.dtype, held: torch.dtype) -> None:
-    assert wide(dtype) == held
+    assert wide_dtype(dtype) == held

@@ -46,7 +46,7 @@ def test_the_outline_of_a_network_has_its_layers(family: str) -> None:
 
 
 def test_an_outline_of_a_large_model_is_quick() -> None:
-    target = load(["experiment=wan21_flowgrpo", *WORDS]).settings.node("model")["_target_"]
+    target = load(["experiment=wan21_flowgrpo", *WORDS]).settings.node_at("model")["_target_"]
     model: type[Policy] = get_object(target)
     began = time.process_time()
     model.outline({"build": "tiny"})

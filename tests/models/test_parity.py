@@ -303,7 +303,7 @@ def test_pictures_become_the_latents_that_decode_reads(family):
         return
     latents, vae = policy.codec.encode_media(IMAGES[:1]), policy.codec._vae
     assert latents.shape == (1, *policy.latent_shape)
-    pixels = policy.codec.pixels(IMAGES[0])
+    pixels = policy.codec.image_pixels(IMAGES[0])
     with torch.no_grad():
         mode = vae.encode(
             pixels.unsqueeze(2) if "z_dim" in vae.config else pixels

@@ -230,7 +230,7 @@ def test_what_a_model_config_leaves_out_is_as_the_class_says() -> None:
 
 @pytest.mark.parametrize("operator", list(checkpointing._PRODUCTS), ids=str)
 def test_a_product_is_kept_from_as_many_inputs_for_each_output_on(operator: Any) -> None:
-    keeps = partial(checkpointing._keeps, 2.0, None, operator)
+    keeps = partial(checkpointing._keeps_output, 2.0, None, operator)
     batch, adds = (5,) * ("bmm" in str(operator)), "add" in str(operator)
     for inputs, kept in ((7, False), (8, True), (9, True)):
         given = [torch.zeros(*batch, 3, inputs), torch.zeros(*batch, inputs, 4)]
@@ -245,7 +245,7 @@ def test_a_cheap_product_is_made_again_and_one_that_closes_a_block_is_kept() -> 
     for least, inputs in ((checkpointing.PRODUCTS_FROM, 17), (checkpointing.ATTENTION_FROM, 200)):
         for given, kept in ((inputs, True), (inputs - 1, False)):
             factors = torch.zeros(1, given), torch.zeros(given, 100)
-            assert (checkpointing._keeps(least, None, product, *factors) == save) == kept
+            assert (checkpointing._keeps_output(least, None, product, *factors) == save) == kept
 
 
 @pytest.mark.parametrize("operator", list(checkpointing._PRODUCTS), ids=str)
@@ -449,7 +449,7 @@ def test_each_block_keeps_what_its_mode_says(monkeypatch: pytest.MonkeyPatch) ->
             strict=False,
         )
     )  # fmt: skip
-    run = partial(checkpointing._run, modes, lambda *args: ("off", *args))
+    run = partial(checkpointing._run_block, modes, lambda *args: ("off", *args))
     a, b, c, d, e, f = blocks.values()
     assert run(a, 1, 2) == ("A", 1, 2)
     assert run(f, 1) == ("F", 1), "a block that nobody named keeps everything"
@@ -466,7 +466,7 @@ def test_each_block_keeps_what_its_mode_says(monkeypatch: pytest.MonkeyPatch) ->
         assert how == plain
         assert contexts.func is checkpointing.create_selective_checkpoint_contexts
         (keeps,) = contexts.args
-        assert (keeps.func, keeps.args) == (checkpointing._keeps, (limit,))
+        assert (keeps.func, keeps.args) == (checkpointing._keeps_output, (limit,))
 
 
 @pytest.mark.parametrize(
@@ -480,7 +480,7 @@ def test_each_block_keeps_what_its_mode_says(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_fused_attention_is_kept_by_its_name(operator: str, kept: bool) -> None:
-    found = checkpointing._keeps(9.0, None, operator)
+    found = checkpointing._keeps_output(9.0, None, operator)
     assert (found == CheckpointPolicy.MUST_SAVE) == kept
 
 
@@ -490,7 +490,7 @@ def test_nothing_is_switched_on_where_every_block_keeps_everything() -> None:
     blocks = [nn.Linear(1, 1), nn.Linear(1, 1)]
     for given, count in ((False, 0), (True, 1), (0.5, 1)):
         enabled.clear()
-        checkpointing.enable(transformer, blocks, recompute.parse_recompute(given))
+        checkpointing.enable_recompute(transformer, blocks, recompute.parse_recompute(given))
         assert len(enabled) == count
     modes, offload = enabled[0].args
     assert list(modes) == blocks

@@ -142,17 +142,17 @@ def test_a_velocity_of_another_shape_is_refused() -> None:
 def test_the_scale_may_be_another_for_a_while() -> None:
     policy, plain = Plain(cfg=True, guidance_scale=3.0), Plain(guidance_scale=3.0)
     assert (plain.guidance_scale, plain.cfg_scale) == (3.0, 1.0)
-    with policy.guided(5.0):
+    with policy.guided_by(5.0):
         assert (policy.guidance_scale, policy.cfg_scale) == (5.0, 5.0)
-        with policy.guided(None):
+        with policy.guided_by(None):
             assert policy.cfg_scale == 5.0
     assert (policy.guidance_scale, policy.cfg_scale) == (3.0, 3.0)
-    with plain.guided(3.0):
+    with plain.guided_by(3.0):
         assert plain.cfg_scale == 1.0
-    with pytest.raises(ValueError, match="has no unconditional branch"), plain.guided(2.0):
+    with pytest.raises(ValueError, match="has no unconditional branch"), plain.guided_by(2.0):
         pass
     plain.embedded_guidance = True  # type: ignore[misc]
-    with plain.guided(2.0):
+    with plain.guided_by(2.0):
         assert (plain.guidance_scale, plain.cfg_scale) == (2.0, 1.0)
 
 
@@ -182,7 +182,7 @@ def test_what_a_store_has_is_not_encoded() -> None:
     stored = {"a": torch.tensor([[7.0]])}
 
     class Store:
-        def read(self, wording: Any) -> Any:
+        def read_condition(self, wording: Any) -> Any:
             return {"text": stored[wording.text]} if wording.text in stored else None
 
     policy.codec.store = Store()  # type: ignore[assignment]
@@ -240,7 +240,7 @@ def test_images_that_nobody_reads_are_told_once_and_those_that_are_read_are_coun
         made = kind(Network(), Guidance())
         if said is None:
             kind.check_prompt(prompt, "plain")
-            ((wording,), none) = made.wordings([prompt])
+            ((wording,), none) = made.branch_wordings([prompt])
             assert (wording.images, none) == ((image,) * count, [])
         else:
             with pytest.raises(ValueError, match=said):
@@ -265,7 +265,7 @@ def test_all_weights_have_a_frozen_copy_for_reference_if_asked() -> None:
     copy: Any = policy.reference_transformer
     assert policy.adapter.has_reference
     assert not Plain().adapter.has_reference
-    assert policy.networks() == [policy.transformer, copy]
+    assert policy.all_networks() == [policy.transformer, copy]
     assert policy.wrap_units() == [policy.transformer.blocks[0], copy.blocks[0]]  # type: ignore[index, union-attr]
     assert not any(p.requires_grad for p in copy.parameters())
     with policy.adapter.reference():
@@ -351,7 +351,7 @@ def test_a_part_of_a_sample_may_be_drawn() -> None:
     assert not policy.detach_unconditional
     policy.drawn = 1
     assert policy.drawn_shape == (1, 3)
-    assert policy.sent(LATENTS).device == policy.device == torch.device("cpu")
+    assert policy.to_device(LATENTS).device == policy.device == torch.device("cpu")
     with pytest.raises(ValueError, match="has no `encode_media`"):
         policy.codec.encode_media([])
     assert (policy.attention_used(policy.device), policy.codec.default_negative()) == ({}, None)

@@ -53,7 +53,7 @@ def run_process(work: Callable[[], None]) -> int:
 
 def assert_holds(store: PromptStore, texts: Sequence[Wording]) -> None:
     for text in texts:
-        found = store.read(text)
+        found = store.read_condition(text)
         assert found is not None
         assert found.keys() == value(text).keys()
         assert all(torch.equal(found[key], expected) for key, expected in value(text).items())
@@ -62,12 +62,12 @@ def assert_holds(store: PromptStore, texts: Sequence[Wording]) -> None:
 
 def test_what_is_stored_is_read_by_everybody_with_the_same_facts(tmp_path: Path) -> None:
     facts = {"encoders": "a", "dtype": "bfloat16", "length": 3}
-    assert PromptStore(tmp_path, facts).read(TEXTS[0]) is None
-    assert PromptStore(tmp_path, facts).fill([*TEXTS, *TEXTS], values) == len(TEXTS)
+    assert PromptStore(tmp_path, facts).read_condition(TEXTS[0]) is None
+    assert PromptStore(tmp_path, facts).add_wordings([*TEXTS, *TEXTS], values) == len(TEXTS)
     assert_holds(PromptStore(tmp_path, dict(reversed(facts.items()))), TEXTS)
-    assert PromptStore(tmp_path, facts).fill(TEXTS[:3], values) == 0
+    assert PromptStore(tmp_path, facts).add_wordings(TEXTS[:3], values) == 0
     for other in ({"encoders": "b"}, {"dtype": "float32"}, {"length": 4}):
-        assert PromptStore(tmp_path, facts | other).read(TEXTS[0]) is None
+        assert PromptStore(tmp_path, facts | other).read_condition(TEXTS[0]) is None
 
 
 @pytest.mark.processes
@@ -81,7 +81,7 @@ def test_writers_at_the_same_time_encode_every_text_once(tmp_path: Path) -> None
 
     parts = (TEXTS[:9], TEXTS[3:], list(reversed(TEXTS)))
     processes = [
-        FORK.Process(target=PromptStore(tmp_path, {}).fill, args=(part, slowly)) for part in parts
+        FORK.Process(target=PromptStore(tmp_path, {}).add_wordings, args=(part, slowly)) for part in parts
     ]
     for process in processes:
         process.start()
@@ -103,15 +103,15 @@ def test_a_killed_writer_loses_only_what_it_was_writing(tmp_path: Path) -> None:
         os.fsync = lambda file: (
             os.kill(os.getpid(), signal.SIGKILL) if next(synced) == 4 else sync(file)
         )  # type: ignore
-        store.fill(TEXTS, values)
+        store.add_wordings(TEXTS, values)
 
     assert run_process(killed) == -signal.SIGKILL
     assert len(list(store.directory.glob("*.tmp"))) == 1, (
         "it was to die between writing and renaming"
     )
     assert_holds(store, TEXTS[:4])
-    assert store.read(TEXTS[4]) is None
-    assert store.fill(TEXTS, values) == len(TEXTS) - 4
+    assert store.read_condition(TEXTS[4]) is None
+    assert store.add_wordings(TEXTS, values) == len(TEXTS) - 4
     assert_holds(store, TEXTS)
     assert not list(store.directory.glob("*.tmp"))
 
@@ -127,20 +127,20 @@ def test_a_full_disk_leaves_whole_entries_alone(tmp_path: Path) -> None:
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
         with pytest.raises(OSError, match="File too large"):
-            store.fill(TEXTS, last_is_large)
+            store.add_wordings(TEXTS, last_is_large)
 
     assert run_process(limited) == 0
     assert_holds(store, TEXTS[:-1])
-    assert store.read(TEXTS[-1]) is None
+    assert store.read_condition(TEXTS[-1]) is None
     assert not list(store.directory.glob("*.tmp"))
 
 
 def test_a_damaged_entry_is_encoded_again(tmp_path: Path) -> None:
     store = PromptStore(tmp_path, {})
-    store.fill(TEXTS, values)
+    store.add_wordings(TEXTS, values)
     damaged = next(store.directory.glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:20])
-    assert store.fill(TEXTS, values) == 1
+    assert store.add_wordings(TEXTS, values) == 1
     assert_holds(store, TEXTS)
 
 
@@ -157,7 +157,7 @@ def exchange(store: PromptStore) -> None:
 
 def take_from_another_store(store: PromptStore) -> None:
     other = PromptStore(store.directory.parent, {"encoders": "b"})
-    other.fill(TEXTS[:1], values)
+    other.add_wordings(TEXTS[:1], values)
     shutil.copyfile(other.path_of(TEXTS[0]), store.path_of(TEXTS[0]))
 
 
@@ -172,12 +172,12 @@ def test_a_file_that_is_not_what_was_stored_is_never_served(
     damage: Callable[[PromptStore], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = PromptStore(tmp_path, {})
-    store.fill(TEXTS, values)
+    store.add_wordings(TEXTS, values)
     damage(store)
-    assert store.read(TEXTS[0]) is None
+    assert store.read_condition(TEXTS[0]) is None
     assert "encoded again" in caplog.text
     assert_holds(store, TEXTS[1:])
-    assert store.fill(TEXTS, values) == 1
+    assert store.add_wordings(TEXTS, values) == 1
     assert_holds(store, TEXTS)
 
 

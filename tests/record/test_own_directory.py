@@ -20,7 +20,7 @@ from digenrl.record.run_dir import (
     append_jsonl,
     open_log,
     own_folder,
-    replaced,
+    atomic_replace,
     require_own,
     write_json,
 )
@@ -225,7 +225,7 @@ def test_a_folder_that_becomes_a_link_after_the_check_is_not_followed(
 def test_no_temporary_name_can_be_guessed_and_none_is_written_through(tmp_path: Path) -> None:
     names = set[str]()
     for _ in range(3):
-        with replaced(tmp_path / "a.json") as temporary:
+        with atomic_replace(tmp_path / "a.json") as temporary:
             facts = temporary.lstat()
             assert stat.S_ISREG(facts.st_mode)
             assert facts.st_size == 0

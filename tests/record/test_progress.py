@@ -35,18 +35,18 @@ def test_work_of_another_thread_counts_while_this_one_waits() -> None:
     assert inside.wait(10)
     progress.gauge = lambda: 40
     with progress.stage("wait reward"):
-        stages = {stretch.thread: stretch.stage for stretch in progress.now()}
+        stages = {stretch.thread: stretch.stage for stretch in progress.current_stretches()}
     assert stages == {"main": "wait reward", "scorer": "decode"}
     done.set()
     thread.join()
-    assert [stretch.thread for stretch in progress.now()] == ["main"]
+    assert [stretch.thread for stretch in progress.current_stretches()] == ["main"]
     assert progress.peaks == {OTHER: 7, "decode": 40}
 
 
 def test_without_a_device_nothing_is_measured() -> None:
     progress = Progress()
     with progress.stage("train"):
-        progress.tick()
+        progress.mark_progress()
     assert progress.peaks == {}
 
 
@@ -54,7 +54,7 @@ def test_a_thread_is_in_its_innermost_stage_and_each_sign_counts_up() -> None:
     progress, seen = Progress(), list[tuple[str, bool]]()
 
     def note() -> int:
-        (stretch,) = progress.now()
+        (stretch,) = progress.current_stretches()
         seen.append((stretch.stage, stretch.known))
         return stretch.number
 
@@ -65,7 +65,7 @@ def test_a_thread_is_in_its_innermost_stage_and_each_sign_counts_up() -> None:
             with progress.stage("send"):
                 numbers.append(note())
             numbers.append(note())
-            progress.tick()
+            progress.mark_progress()
             numbers.append(note())
         numbers.append(note())
     numbers.append(note())
@@ -74,7 +74,7 @@ def test_a_thread_is_in_its_innermost_stage_and_each_sign_counts_up() -> None:
     # known: a stretch of the stage has ended before, as that of an outer one does when an inner begins
     assert [known for _, known in seen] == [False, False, False, True, True, True, False]
     assert numbers == sorted(set(numbers))
-    assert [stretch.waits for stretch in progress.now()] == [False]
+    assert [stretch.waits for stretch in progress.current_stretches()] == [False]
 
 
 def test_of_two_stages_of_one_name_the_inner_one_ends_first() -> None:
@@ -84,11 +84,11 @@ def test_of_two_stages_of_one_name_the_inner_one_ends_first() -> None:
     second.__enter__()
     with progress.stage("send"):
         pass
-    assert progress.now()[0].stage == "train"
+    assert progress.current_stretches()[0].stage == "train"
     first.__exit__(None, None, None)  # it overlaps the other
-    assert progress.now()[0].stage == "train"
+    assert progress.current_stretches()[0].stage == "train"
     second.__exit__(None, None, None)
-    assert progress.now()[0].stage == ""
+    assert progress.current_stretches()[0].stage == ""
 
 
 def test_a_device_that_holds_nothing_has_no_byte() -> None:

@@ -29,7 +29,7 @@ from digenrl.record.run_dir import (
     json_safe,
     limit_events,
     release_reserve,
-    replaced,
+    atomic_replace,
     tell_unwritten,
     unix_time,
     write_events_of,
@@ -93,7 +93,7 @@ def test_free_space_is_said_in_mebibytes(tmp_path: Path) -> None:
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    with replaced(path) as temporary:
+    with atomic_replace(path) as temporary:
         assert re.fullmatch(r"\.a\.txt\.[0-9a-f]{16}\.tmp", temporary.name)
         assert temporary.parent == tmp_path
         temporary.write_text("one")
@@ -101,7 +101,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_text() == "one"
 
     def fails() -> None:
-        with replaced(path) as temporary:
+        with atomic_replace(path) as temporary:
             temporary.write_text("two")
             raise ValueError("no")
 
@@ -259,6 +259,6 @@ def test_a_file_that_has_reached_its_limit_takes_no_line(tmp_path: Path) -> None
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b"{}\n" * 10)
     with pytest.raises(OSError, match=r"record\.keep_mib"):
-        run_dir._append(path, {}, 30)
-    run_dir._append(path, {}, 31)
+        run_dir._append_row(path, {}, 30)
+    run_dir._append_row(path, {}, 31)
     assert path.stat().st_size == 33

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from digenrl.record import run_lock
-from digenrl.record.run_lock import HOLDER, RunIsHeld, hold, release, say_holder
+from digenrl.record.run_lock import HOLDER, RunIsHeld, hold_run, release_run, say_holder
 from tests.training import SMALL, Train, commands
 
 HOLDS = (
@@ -57,13 +57,13 @@ def test_the_second_process_is_told_who_holds_the_run_and_since_when(
 ) -> None:
     holder = other("rank")
     with pytest.raises(RunIsHeld) as caught:
-        hold(tmp_path)
+        hold_run(tmp_path)
     said = str(caught.value)
     assert f"process {holder} on {socket.gethostname()} since {time.strftime('%Y-')}" in said
     assert re.search(r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", said)
     os.kill(holder, signal.SIGKILL)
-    hold(tmp_path)  # its rank still lives, and holds nothing
-    release(tmp_path)
+    hold_run(tmp_path)  # its rank still lives, and holds nothing
+    release_run(tmp_path)
 
 
 @pytest.mark.processes
@@ -76,20 +76,20 @@ def test_a_holder_that_died_is_waited_for_while_its_monitor_lives(
     monkeypatch.setattr(run_lock, "_DYING_S", 1.0)
     began = time.monotonic()
     with pytest.raises(RunIsHeld):
-        hold(tmp_path)
+        hold_run(tmp_path)
     assert time.monotonic() > began + 0.9
 
 
 def test_a_process_keeps_its_own_lock_and_leaves_nothing(tmp_path: Path) -> None:
-    hold(tmp_path)
-    hold(tmp_path)
+    hold_run(tmp_path)
+    hold_run(tmp_path)
     say_holder(tmp_path)
     assert json.loads((tmp_path / HOLDER).read_text())["process"] == os.getpid()
-    release(tmp_path)
-    release(tmp_path)
+    release_run(tmp_path)
+    release_run(tmp_path)
     assert not list(tmp_path.iterdir())
-    hold(tmp_path)
-    release(tmp_path)
+    hold_run(tmp_path)
+    release_run(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +97,10 @@ def test_a_process_keeps_its_own_lock_and_leaves_nothing(tmp_path: Path) -> None
 )
 def test_what_says_the_holder_may_hold_anything(tmp_path: Path, content: bytes) -> None:
     (tmp_path / HOLDER).write_bytes(content)
-    assert run_lock._holder(tmp_path) == "another process, which has just begun"
+    assert run_lock._describe_holder(tmp_path) == "another process, which has just begun"
     facts = {"host": "\x1b[2J", "process": 1, "since": 1e300}
     (tmp_path / HOLDER).write_text(json.dumps(facts))
-    assert run_lock._holder(tmp_path) == r"process 1 on \x1b[2J since an unknown time"
+    assert run_lock._describe_holder(tmp_path) == r"process 1 on \x1b[2J since an unknown time"
 
 
 def test_a_file_system_without_locks_refuses_nobody(
@@ -110,8 +110,8 @@ def test_a_file_system_without_locks_refuses_nobody(
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    hold(tmp_path)
-    release(tmp_path)
+    hold_run(tmp_path)
+    release_run(tmp_path)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from digenrl.record.run_dir import unix_time
 from digenrl.record.span_log import SpanLog
-from digenrl.record.spans import Span, perfetto
+from digenrl.record.spans import Span, perfetto_events
 
 SPANS = [
     Span(0, "trainer", "train", 1.0, 3.0, 0, {"groups": [0]}),
@@ -26,7 +26,7 @@ def test_a_span_survives_json() -> None:
 
 
 def test_perfetto_events_are_complete_and_in_microseconds() -> None:
-    events = list(perfetto(SPANS))
+    events = list(perfetto_events(SPANS))
     bars = [event for event in events if event["ph"] == "X"]
     assert {(event["tid"], event["ts"], event["dur"]) for event in bars} >= {
         (0, 1e6, 2e6),
@@ -49,7 +49,7 @@ def test_perfetto_events_are_complete_and_in_microseconds() -> None:
          "dur": 1.5e6, "args": {"step": 0, "cause": "tail"}},
     ]  # fmt: skip
     fine = Span(0, "trainer", "train", 1.23456789e-3, 3.58025567e-3, 0)
-    (odd,) = [event for event in perfetto([fine]) if "ts" in event]
+    (odd,) = [event for event in perfetto_events([fine]) if "ts" in event]
     assert (odd["ts"], odd["dur"]) == (1234.568, 2345.688)
 
 
@@ -100,9 +100,9 @@ class Marks:
 def test_seconds_are_summed_by_stage_and_cause_and_a_device_is_waited_for_by_nobody() -> None:
     marks: list[Marks] = []
     log = SpanLog(None, 0, "trainer", 0.0, mark=lambda: marks.append(Marks()) or marks[-1])
-    log.add("wait", 0.25, 0.75, cause="tail")
-    log.add("wait", 2.0, 2.25, cause="tail")
-    log.add("wait", 3.0, 3.125, cause="reward")
+    log.add_span("wait", 0.25, 0.75, cause="tail")
+    log.add_span("wait", 2.0, 2.25, cause="tail")
+    log.add_span("wait", 3.0, 3.125, cause="reward")
     assert log.take_seconds() == {("wait", "tail"): 0.75, ("wait", "reward"): 0.125}
     assert log.take_seconds() == {}
     took: list[float] = []
@@ -110,22 +110,22 @@ def test_seconds_are_summed_by_stage_and_cause_and_a_device_is_waited_for_by_nob
     for _ in range(2):
         with log.span("train", took=took.append, step=0):
             pass
-    log.add("wait", began, began + 1.0, cause="tail")  # the device works: nobody waits
+    log.add_span("wait", began, began + 1.0, cause="tail")  # the device works: nobody waits
     assert log.take_seconds() == {("wait", "tail"): 0.0}
     for mark in marks:
         mark.done = True
-    log.read()
+    log.record_finished()
     assert took == pytest.approx([2.0, 2.0], abs=1e-3)
     assert log.take_seconds() == {("train", ""): pytest.approx(4.0, abs=1e-3)}
     # the second work began when the first was done, and what follows begins after both
-    log.add("wait", began, began + 5.0, cause="tail")
+    log.add_span("wait", began, began + 5.0, cause="tail")
     assert log.take_seconds()["wait", "tail"] == pytest.approx(1.0, abs=0.1)
     for number in (3, 4):
         with log.span("train", took=took.append, step=0):
             pass
         for mark in marks[: 2 * number if number == 3 else 0]:
             mark.done = True
-        log.add("wait", began, began + 0.5, cause="tail")  # sees what is done
+        log.add_span("wait", began, began + 0.5, cause="tail")  # sees what is done
         assert len(took) == 3
     log.close()  # waits for the work
     assert took == pytest.approx([2.0] * 4, abs=1e-3)
@@ -152,19 +152,19 @@ def test_a_log_says_what_its_rank_does_and_rounds_to_microseconds(tmp_path: Path
     log = SpanLog(path, 2, "rollout", unix_time())
     said: list[str] = []
     with log.stage("wait weights"):
-        said += [log.progress.said, log.progress.now()[0].stage]
+        said += [log.progress.said, log.progress.current_stretches()[0].stage]
     for args in ({"group": 3, "version": 1}, {"version": 1}, {"cause": "tail"}, {"what": "reduce"}):
         with log.span("wait", **args) as facts:
             said.append(log.progress.said)
             facts["late"] = True
     with log.span("send", quiet=True):
-        said += [log.progress.said, log.progress.now()[0].stage]
+        said += [log.progress.said, log.progress.current_stretches()[0].stage]
     assert said == [
         "wait weights", "wait weights", "wait g3", "wait v1", "wait tail", "wait reduce",
         "wait reduce", "send",
     ]  # fmt: skip
     assert 0 <= log.now() < 60
-    log.add("eval", 1.23456789, 2.3456789, step=3)
+    log.add_span("eval", 1.23456789, 2.3456789, step=3)
     log.close()
     log.close()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -184,14 +184,14 @@ def test_lines_are_written_each_second_and_by_the_thousand(tmp_path: Path) -> No
 
     counts = []
     for number in range(2500):
-        log.add("train", 0.0, 1.0 if number < 2001 else 2.5, quiet=True)
+        log.add_span("train", 0.0, 1.0 if number < 2001 else 2.5, quiet=True)
         counts.append(written() if number % 1000 < 3 or number % 1000 > 997 else 0)
     assert counts[998:1002] == [0, 1000, 1000, 1000]
     assert counts[1998:2003] == [1000, 2000, 2000, 2002, 2002]
     assert log.take_seconds() == {("train", ""): 2001 * 1.0 + 499 * 2.5}
     path.unlink()
     log = SpanLog(path, 0, "trainer", 0.0)
-    log.add("train", 0.0, 1.5, quiet=True)
+    log.add_span("train", 0.0, 1.5, quiet=True)
     assert written() == 1, "a crash loses the last second"
 
 
@@ -202,11 +202,11 @@ def test_a_record_without_fields_is_named() -> None:
 
 def test_what_was_left_out_is_summed_by_stage_and_cause_in_the_last_line(tmp_path: Path) -> None:
     log = SpanLog(tmp_path / "spans.jsonl", 2, "rollout", 0.0, limit=0)
-    log.add("generate", 0.0, 1.5)
-    log._flush(log._file)  # type: ignore[arg-type]
+    log.add_span("generate", 0.0, 1.5)
+    log._flush_lines(log._file)  # type: ignore[arg-type]
     for seconds in (0.5, 2.0):
-        log.add("generate", 2.0, 2.0 + seconds)
-        log.add("wait", 2.0, 2.0 + seconds / 2, cause="tail")
+        log.add_span("generate", 2.0, 2.0 + seconds)
+        log.add_span("wait", 2.0, 2.0 + seconds / 2, cause="tail")
     log.close()
     first, last = map(json.loads, (tmp_path / "spans.jsonl").read_text().splitlines())
     assert (first["stage"], first["end"]) == ("generate", 1.5)

@@ -42,9 +42,9 @@ def test_it_builds_and_scores(name, tmp_path):
             scores = suite.score(sample, PROMPTS, heldout=True)
             assert set(scores) == {*suite.names, *suite.heldout}
             assert all(torch.isfinite(values).all() for values in scores.values())
-        assert all(count.missing == 0 for count in suite.failures().values())
+        assert all(count.missing == 0 for count in suite.failure_counts().values())
         assert all(
             identity.model_id and identity.weights_digest
-            for identity in suite.identities().values()
+            for identity in suite.scorer_identities().values()
         )
     suite.close()

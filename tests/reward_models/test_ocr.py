@@ -84,7 +84,7 @@ def test_a_score_does_not_depend_on_its_neighbours(ocr):
 def test_target_is_the_field_then_the_last_quotes():
     assert ocr_target(Prompt('says "A" and "B"', target="C")) == "C"
     assert ocr_target(Prompt('says "A" and "two words"')) == "two words"
-    published = load(["reward=ocr"]).settings.node("reward.rewards.ocr.scorer")
+    published = load(["reward=ocr"]).settings.node_at("reward.rewards.ocr.scorer")
     assert published["quoted"] == "first", "as yifan123/flow_grpo's ocr.py:31 has it"
     assert ocr_target(Prompt('says "A" and "two words"'), published["quoted"]) == "A"
     with pytest.raises(ValueError, match="choose first or last"):

@@ -56,7 +56,7 @@ class Moody:
 def running(service: RewardService, hosts: set[str] | None = None) -> Iterator[str]:
     """The real service under uvicorn in a thread; yields its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = service.server(hosts)
+        server = service.make_server(hosts)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         while not server.started:

@@ -24,7 +24,7 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from digenrl.config.relations import relation_problems
-from digenrl.hardware import assign, parse_hardware
+from digenrl.hardware import assign_ranks, parse_hardware
 from digenrl.rewards import managed, vlm_server
 from digenrl.rewards.judge import server_command
 from digenrl.rewards.managed import ManagedScorer
@@ -65,7 +65,7 @@ def test_ranks_share_a_process_and_whoever_asks_after_its_death_starts_it_again(
     try:
         assert torch.equal(first.score(MEDIA, PROMPTS)["jpeg"], expected)
         assert torch.equal(second.score(MEDIA, PROMPTS)["jpeg"], expected)
-        owner, guest = first.scorer("jpeg"), second.scorer("jpeg")
+        owner, guest = first.find_scorer("jpeg"), second.find_scorer("jpeg")
         assert isinstance(owner, ManagedScorer)
         assert isinstance(guest, ManagedScorer)
         assert guest._child is None
@@ -76,8 +76,8 @@ def test_ranks_share_a_process_and_whoever_asks_after_its_death_starts_it_again(
         assert guest._child is not None
         assert torch.equal(first.score(MEDIA, PROMPTS)["jpeg"], expected)
         assert owner._child is None
-        assert first.failures()["jpeg"].missing == second.failures()["jpeg"].missing == 0
-        assert first.identities() == second.identities()
+        assert first.failure_counts()["jpeg"].missing == second.failure_counts()["jpeg"].missing == 0
+        assert first.scorer_identities() == second.scorer_identities()
         last = guest._child.pid
     finally:
         first.close()
@@ -105,17 +105,17 @@ def test_a_process_takes_the_last_gpus_that_nobody_has(monkeypatch: pytest.Monke
     monkeypatch.setattr(managed.accelerator, "current", lambda: torch.device("cuda", 1))
     two, one = (ManagedScorer({"_target_": "x", "device": "auto"}) for _ in "ab")
     held: list[int] = []
-    assert two._free(managed._folder(), held) == [3]
-    assert one._free(managed._folder(), held) == [2]
+    assert two._take_free_gpus(managed._lock_folder(), held) == [3]
+    assert one._take_free_gpus(managed._lock_folder(), held) == [2]
     with pytest.raises(
         RewardError, match=r"takes 1 GPUs, but .* sees 0 .*hardware\.pools\.NAME\.judges"
     ):
-        one._free(managed._folder(), held)  # GPU 1 is this rank's, and 0 another rank's
+        one._take_free_gpus(managed._lock_folder(), held)  # GPU 1 is this rank's, and 0 another rank's
     for descriptor in held:
         os.close(descriptor)
     both = ManagedScorer({"_target_": "x", "url": "http://x", "serve": {"gpus": 2}})
     held = []
-    assert both._free(managed._folder(), held) == [2, 3]
+    assert both._take_free_gpus(managed._lock_folder(), held) == [2, 3]
     for descriptor in held:
         os.close(descriptor)
 
@@ -158,9 +158,9 @@ def test_gpus_of_judges_are_no_ranks() -> None:
     (pool,) = hardware.pools
     assert (pool.count, pool.per_node, pool.judges) == (12, 6, 4)
     assert (hardware.gpus, hardware.booked) == (12, 16)
-    assert len(assign(hardware, 4, 8)) == 12
+    assert len(assign_ranks(hardware, 4, 8)) == 12
     with pytest.raises(ValueError, match="has 8 GPUs left for that role"):
-        assign(hardware, 4, 9)
+        assign_ranks(hardware, 4, 9)
     node["pools"]["a"]["judges"] = 8
     with pytest.raises(ValueError, match="leave one for a rank"):
         parse_hardware(hardware_settings(node["pools"]))
@@ -179,7 +179,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> vlm_server.Chat:
 
 @pytest.fixture
 def client(chat: vlm_server.Chat) -> Iterator[TestClient]:
-    with TestClient(vlm_server.app(chat, "secret")) as client:
+    with TestClient(vlm_server.make_app(chat, "secret")) as client:
         client.headers["authorization"] = "Bearer secret"
         yield client
 
@@ -218,7 +218,7 @@ def test_the_likeliest_number_wins(chat: vlm_server.Chat) -> None:
     from reward_models.vlm_judge import _form
 
     form = body(**_form("score", 9))
-    number = json.loads(chat.answer(form))["score"]
+    number = json.loads(chat.generate_answer(form))["score"]
     tokenizer = chat.processor.tokenizer
     picture = Image.new("RGB", (60, 60), "red")
     turns = [{"role": "user", "content": [{"type": "text", "text": "how red?"}, {"type": "image"}]}]
@@ -282,19 +282,19 @@ class Littering:
 
 
 def test_the_folder_of_others_and_of_the_living_stays(folder: Path) -> None:
-    lock = managed._locked(managed._folder() / "one")
+    lock = managed._try_lock(managed._lock_folder() / "one")
     assert lock is not None
-    managed.tidy(managed._folder_of(os.getppid()))
+    managed.remove_unused_folder(managed._folder_of(os.getppid()))
     assert list(folder.iterdir())
     os.close(lock)
-    managed.clear(os.getppid())
+    managed.remove_shared_folder(os.getppid())
     assert not list(folder.iterdir())
     (folder / "elsewhere").mkdir()
     managed._folder_of(os.getppid()).symlink_to(folder / "elsewhere")
-    managed.clear(os.getppid())
+    managed.remove_shared_folder(os.getppid())
     assert (folder / "elsewhere").is_dir()
     with pytest.raises(RewardError, match="belongs to another"):
-        managed._folder()
+        managed._lock_folder()
 
 
 # ---- a run

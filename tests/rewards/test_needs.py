@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from digenrl import config
-from digenrl.rewards.needs import placed, require_weights, unscorable
+from digenrl.rewards.needs import placed_scorers, require_weights, unscorable_prompts
 from digenrl.rewards.published import WEIGHTS
 from digenrl.types import Prompt
 from tests.conftest import ROOT
@@ -113,26 +113,26 @@ def test_prompts_are_checked_by_every_scorer_that_is_built_here() -> None:
         ("a.txt:3", Prompt("x", target="3")),
     ]
     digits = config.load(["reward=digits"]).settings.tree.reward
-    assert [line.partition(": prompt")[0] for line in unscorable(digits, lines)] == [
+    assert [line.partition(": prompt")[0] for line in unscorable_prompts(digits, lines)] == [
         "a.txt:2: reward judge_a cannot score it",
         "a.txt:2: reward judge_b cannot score it",
     ]
-    assert len(unscorable(digits, lines[1:2] * 30)) == 21
-    assert len(unscorable(digits, lines[1:2] * 10)) == 20
-    assert unscorable(config.load(["reward=jpeg"]).settings.tree.reward, lines) == []
+    assert len(unscorable_prompts(digits, lines[1:2] * 30)) == 21
+    assert len(unscorable_prompts(digits, lines[1:2] * 10)) == 20
+    assert unscorable_prompts(config.load(["reward=jpeg"]).settings.tree.reward, lines) == []
     assert (
-        unscorable(
+        unscorable_prompts(
             config.load(["reward=digits", "reward.placement=http"]).settings.tree.reward, lines
         )
         == []
     )
     broken = {"rewards": {"judge_a": {"scorer": {"_target_": "reward_models.absent.Judge"}}}}
     with pytest.raises(ValueError, match="reward judge_a: "):
-        unscorable(broken, lines)
+        unscorable_prompts(broken, lines)
 
 
 @pytest.mark.parametrize("entries", [3, "x", ["a"], True])
 @pytest.mark.parametrize("group", ["rewards", "heldout"])
 def test_a_group_that_is_no_group_is_named(group: str, entries: object) -> None:
     with pytest.raises(ValueError, match=rf"^reward\.{group} = "):
-        list(placed({group: entries}))
+        list(placed_scorers({group: entries}))

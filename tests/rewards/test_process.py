@@ -30,7 +30,7 @@ MEDIA = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 def test_scores_equal_inline_and_a_killed_child_starts_again():
     suite = RewardSuite({"jpeg": {"scorer": NODE}}, placement="process")
-    scorer = suite.scorer("jpeg")
+    scorer = suite.find_scorer("jpeg")
     expected = JpegSize(80)(MEDIA, PROMPTS)
     try:
         assert torch.equal(suite.score(MEDIA, PROMPTS)["jpeg"], expected)
@@ -48,7 +48,7 @@ def test_scores_equal_inline_and_a_killed_child_starts_again():
         assert not psutil.pid_exists(pid)
         scorer._call_s = 60
         assert torch.equal(suite.score(MEDIA, PROMPTS)["jpeg"], expected)
-        assert suite.failures()["jpeg"].missing == 0
+        assert suite.failure_counts()["jpeg"].missing == 0
     finally:
         suite.close()
     assert scorer._child is None

@@ -18,7 +18,7 @@ from digenrl.data import load_prompts
 from digenrl.rewards import frames
 from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable, source_images
 from digenrl.rewards.remote import RemoteScorer
-from digenrl.rewards.service import RewardService, ServiceLimits, is_loopback, serve
+from digenrl.rewards.service import RewardService, ServiceLimits, is_loopback, serve_rewards
 from digenrl.rewards.suite import RewardSuite
 from digenrl.types import Prompt
 from tests.rewards.services import Brightness, running
@@ -40,7 +40,7 @@ def test_scores_are_those_of_the_scorer_bit_by_bit():
     with running(RewardService(Brightness())) as url:
         client = RemoteScorer([url])
         scores = client(media, PROMPTS)
-        assert client.identity() == RewardService(Brightness()).identity
+        assert client.pinned_identity() == RewardService(Brightness()).identity
         client.close()
         assert httpx.get(url + "/health", trust_env=False).json() == {"status": "ok"}
     expected = Brightness()(media, PROMPTS)
@@ -53,7 +53,7 @@ def test_a_suite_may_place_its_scorers_behind_http():
         scorer = {"_target_": "reward_models.jpeg_size.JpegSize"}
         suite = RewardSuite({"r": {"scorer": scorer}}, placement="http", urls={"r": [url]})
         assert torch.equal(suite.score(MEDIA, PROMPTS)["r"], Brightness()(MEDIA, PROMPTS))
-        assert suite.identities()["r"] == Identity("brightness", "d1")
+        assert suite.scorer_identities()["r"] == Identity("brightness", "d1")
         suite.close()
     with pytest.raises(ValueError, match=r"list its services under reward\.urls\.r"):
         RewardSuite({"r": {"scorer": scorer}}, placement="http")
@@ -95,7 +95,7 @@ def test_a_token_is_needed_everywhere_but_for_health(monkeypatch):
 def test_a_token_is_obligatory_everywhere():
     for host in ("0.0.0.0", "127.0.0.1", "::1"):
         with pytest.raises(ValueError, match="needs a token"):
-            serve(RewardService(Brightness()), host, 0, print)
+            serve_rewards(RewardService(Brightness()), host, 0, print)
     assert is_loopback("127.0.0.1")
     assert is_loopback("::1")
     assert not is_loopback("0.0.0.0")

@@ -27,7 +27,7 @@ from digenrl.rewards.protocol import (
     source_images,
 )
 from digenrl.rewards.published import files_read
-from digenrl.rewards.suite import RewardSuite, combine
+from digenrl.rewards.suite import RewardSuite, combine_scores
 from digenrl.types import Prompt
 from tests.conftest import ROOT
 
@@ -57,7 +57,7 @@ def test_scores_are_raw_and_held_out_ones_only_on_request():
     torch.testing.assert_close(scores["bright"], MEDIA.flatten(1).mean(1))
     assert mixture.weights == {"bright": 2.0, "logged": 0.0}
     assert list(mixture.score(MEDIA, PROMPTS, heldout=True)) == ["bright", "logged", "kept"]
-    torch.testing.assert_close(combine(scores, mixture.weights), 2 * scores["bright"])
+    torch.testing.assert_close(combine_scores(scores, mixture.weights), 2 * scores["bright"])
 
 
 def test_unavailable_is_missing_never_zero_and_counted():
@@ -68,7 +68,7 @@ def test_unavailable_is_missing_never_zero_and_counted():
     assert torch.isnan(rewards.score(MEDIA, PROMPTS)["r"]).all()
     rewards.check_missing()
     rewards.score(MEDIA, PROMPTS)
-    count = rewards.failures()["r"]
+    count = rewards.failure_counts()["r"]
     assert (count.scored, count.missing, count.causes["service is down"]) == (0, 6, 6)
     with pytest.raises(RewardError, match=r"`r` is missing for 6 of 6.*service is down"):
         rewards.check_missing()
@@ -87,7 +87,7 @@ def test_more_than_the_allowed_share_of_enough_samples_stops(least, share, stops
     for _ in range(2):
         rewards.score(MEDIA, PROMPTS)
     assert told == [("r", 1, "the scorer gave no finite score")] * 2
-    count = rewards.failures()["r"]
+    count = rewards.failure_counts()["r"]
     assert (count.scored, count.missing, count.causes.total()) == (4, 2, 2)
     if stops:
         with pytest.raises(RewardError, match=r"missing for 2 of 6 samples \(33%"):
@@ -113,7 +113,7 @@ def test_a_sample_is_asked_for_once_more_before_it_counts_as_missing():
     assert asked == [["a", "b", "c"], ["b", "c"]]
     assert scores.isnan().tolist() == [False, True, False]
     torch.testing.assert_close(scores[[0, 2]], brightness(MEDIA, PROMPTS)[[0, 2]])
-    assert (rewards.failures()["r"].scored, rewards.failures()["r"].missing) == (2, 1)
+    assert (rewards.failure_counts()["r"].scored, rewards.failure_counts()["r"].missing) == (2, 1)
     assert told == [("r", 1, "the scorer gave no finite score")]
 
 
@@ -123,7 +123,7 @@ def test_an_infinite_score_is_a_missing_one(infinity):
         lambda m, p: torch.tensor([infinity if prompt.text == "b" else 1.0 for prompt in p])
     )
     assert rewards.score(MEDIA, PROMPTS)["r"].isnan().tolist() == [False, True, False]
-    assert rewards.failures()["r"].causes == {"the scorer gave no finite score": 1}
+    assert rewards.failure_counts()["r"].causes == {"the scorer gave no finite score": 1}
 
 
 def test_a_missing_member_stays_missing_in_the_sum():
@@ -139,7 +139,7 @@ def test_a_missing_member_stays_missing_in_the_sum():
         placement="inline",
     )
     assert rewards.weights == {"a": 1.0, "b": 1.0}, "where nothing else is said"
-    total = combine(rewards.score(MEDIA, PROMPTS), rewards.weights)
+    total = combine_scores(rewards.score(MEDIA, PROMPTS), rewards.weights)
     assert torch.isnan(total).tolist() == [False, True, False]
 
 
@@ -230,9 +230,9 @@ def test_urls_of_an_unknown_reward_are_refused_with_the_known_ones():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    assert suite(brightness).scorer("r") is brightness
+    assert suite(brightness).find_scorer("r") is brightness
     with pytest.raises(KeyError, match="known: r"):
-        suite(brightness).scorer("q")
+        suite(brightness).find_scorer("q")
 
 
 def test_yaml_builds_the_suite():
@@ -293,14 +293,14 @@ def test_eight_causes_are_kept_and_counted_and_the_commonest_is_told():
         raise RewardUnavailable(next(causes))
 
     rewards = suite(down)
-    assert rewards.failures()["r"].share == 0.0
+    assert rewards.failure_counts()["r"].share == 0.0
     for _ in range(11):
         rewards.score(MEDIA, PROMPTS)
-    count = rewards.failures()["r"]
+    count = rewards.failure_counts()["r"]
     assert count.causes == {f"cause {n}": 3 + 3 * (n == 3) for n in range(8)}
     assert (count.missing, count.share) == (33, 1.0)
     count.causes.clear()
-    assert rewards.failures()["r"].causes, "a copy"
+    assert rewards.failure_counts()["r"].causes, "a copy"
     rewards.min_missing_samples = 33
     with pytest.raises(RewardError, match="Commonest cause: cause 3"):
         rewards.check_missing()
@@ -312,7 +312,7 @@ def test_an_unavailable_scorer_may_give_the_scores_that_it_has():
 
     rewards = suite(partly)
     assert rewards.score(MEDIA, PROMPTS)["r"].tolist()[0] == 1.0
-    assert rewards.failures()["r"].causes == {"busy": 1}
+    assert rewards.failure_counts()["r"].causes == {"busy": 1}
 
 
 def test_a_scorer_is_built_once_marked_while_it_works_and_asked_without_gradients():
@@ -343,7 +343,7 @@ def test_a_scorer_is_built_once_marked_while_it_works_and_asked_without_gradient
     torch.manual_seed(5)
     wanted = torch.rand(1)
     torch.manual_seed(5)
-    rewards.load()
+    rewards.build_scorers()
     assert torch.equal(torch.rand(1), wanted), "the run's numbers are untouched"
     rewards.score(MEDIA, PROMPTS)
     assert (len(built), stages) == (1, ["r"])
@@ -392,17 +392,17 @@ def test_weights_of_the_hub_are_looked_for_on_this_machine_alone(monkeypatch):
             raise LocalEntryNotFoundError("it is not here")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    assert needs.absent("nobody/here", "judge.scorer.path", "source") is None
-    said = needs.absent("nobody/absent", "judge.scorer.path", "source")
+    assert needs.download_remedy("nobody/here", "judge.scorer.path", "source") is None
+    said = needs.download_remedy("nobody/absent", "judge.scorer.path", "source")
     assert "`hf download nobody/absent`" in said
     assert said.endswith("or set judge.scorer.path=DIRECTORY")
     assert asked == [(f"nobody/{name}", True, files_read("path")) for name in ("here", "absent")]
 
 
 def test_a_node_becomes_plain_values():
-    assert protocol.plain(OmegaConf.create({"a": 1, "b": {"c": "${a}"}})) == {"a": 1, "b": {"c": 1}}
+    assert protocol.plain_node(OmegaConf.create({"a": 1, "b": {"c": "${a}"}})) == {"a": 1, "b": {"c": 1}}
     given = {"a": 1}
-    assert protocol.plain(given) == given
+    assert protocol.plain_node(given) == given
 
 
 def test_a_scorer_is_known_by_its_name_and_the_digest_of_its_weights():

@@ -29,7 +29,7 @@ import digenrl.extensions.tasks.digits  # noqa: F401  (diffusers loads once, her
 from digenrl import config as configuration
 from digenrl import run
 from digenrl.cluster.control import Control
-from digenrl.cluster.launcher import Launch, RunOutcome, launch
+from digenrl.cluster.launcher import Launch, RunOutcome, launch_ranks
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.world import Session, World
@@ -250,7 +250,7 @@ def run_cluster(
         rank.fit(checkpoint)
 
     patience = float(config.allocation.patience_s)
-    outcome = launch(Launch(trainers, rollouts, rank_main, run_dir, patience_s=patience))
+    outcome = launch_ranks(Launch(trainers, rollouts, rank_main, run_dir, patience_s=patience))
     return Cluster(outcome, read_record(probes), run_dir)
 
 
@@ -287,7 +287,7 @@ def run_series(
     """
     left = list(jobs)
     while left:
-        outcome = launch(Launch(trainers, rollouts, partial(_work, tuple(left), run_dir), run_dir))
+        outcome = launch_ranks(Launch(trainers, rollouts, partial(_work, tuple(left), run_dir), run_dir))
         failed = False
         while left and not failed:
             job = left.pop(0)

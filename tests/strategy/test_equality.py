@@ -48,7 +48,7 @@ def reference_of(config: Settings, block_steps: int = 1) -> Record:
         config.schedule.async_steps,
         config.schedule.stale_fraction if config.schedule.async_steps else 0.0,
     )
-    identity = (*(str(config.node(key)) for key in keys), str(asynchrony), str(block_steps))
+    identity = (*(str(config.node_at(key)) for key in keys), str(asynchrony), str(block_steps))
     if identity not in _REFERENCES:
         _REFERENCES[identity] = reference(config, block_steps)
     return _REFERENCES[identity]

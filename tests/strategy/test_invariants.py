@@ -30,7 +30,7 @@ from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, newest_valid
 from digenrl.strategy.lending import Lending
 from digenrl.strategy.publishing import Publisher
 from digenrl.strategy.tasks import TaskRunner
-from digenrl.transport.cells import Part, StepBoard, owned_positions, pack
+from digenrl.transport.cells import Part, StepBoard, owned_positions, pack_cells
 from digenrl.transport.suspended import Suspended, pack_state
 from digenrl.transport.wire import Message, WireError, decode, encode
 from digenrl.types import Prompt, Trajectory
@@ -155,31 +155,31 @@ def message(task: Task, claim: Claim, rewards: Tensor | None = None) -> Message:
         condition={"text": torch.randn(1, 2)},
     )
     positions = owned_positions(SPEC, placed, 0, task.group, task.first_sample // 2, False)
-    data = b"".join(bytes(buffer) for buffer in encode(pack(trajectory, positions, claim, 0.1)))
+    data = b"".join(bytes(buffer) for buffer in encode(pack_cells(trajectory, positions, claim, 0.1)))
     return decode(reader(data), 1 << 20)
 
 
 def test_I4_an_incomplete_or_unscored_group_never_reaches_the_loss() -> None:
     board = StepBoard(SPEC, placed, 0, step=0, reward_weights={"r": 1.0})
     first, second = group_tasks(SPEC, 0, 0)
-    board.add(part(first))
-    board.add(part(first))  # the same task again completes nothing
+    board.add_part(part(first))
+    board.add_part(part(first))  # the same task again completes nothing
     assert not board.is_complete((0,))
     with pytest.raises(KeyError):
-        board.batches((0,))
-    board.add(part(second))
+        board.micro_batches((0,))
+    board.add_part(part(second))
     assert board.is_complete((0,))
     assert not board.left_out, "a missing reward of weight 0 drops nothing"
-    assert {block.weight for batch in board.batches((0,)) for block in batch.blocks} == {1.0}
-    assert all(batch.rewards["r"][1].isnan().all() for batch in board.batches((0,))), (
+    assert {block.weight for batch in board.micro_batches((0,)) for block in batch.blocks} == {1.0}
+    assert all(batch.rewards["r"][1].isnan().all() for batch in board.micro_batches((0,))), (
         "group 1 is not there yet"
     )
     third, fourth = group_tasks(SPEC, 0, 1)
-    board.add(part(third, torch.tensor([0.5, torch.nan])))
-    board.add(part(fourth))
+    board.add_part(part(third, torch.tensor([0.5, torch.nan])))
+    board.add_part(part(fourth))
     assert board.left_out == {1: "missing_reward"}
-    batches = board.batches((1,))
-    assert len(batches) == len(board.batches((0,))), (
+    batches = board.micro_batches((1,))
+    assert len(batches) == len(board.micro_batches((0,))), (
         "a dropped group keeps the number of collectives"
     )
     assert not any(batch.blocks for batch in batches), "and a replica trains none of it"
@@ -215,7 +215,7 @@ def test_I5_the_old_log_prob_is_the_one_that_the_rollout_rank_stored(
     is exactly 0."""
 
     def corrupt(rank: run.Rank, world: World) -> None:
-        original = tasks.pack
+        original = tasks.pack_cells
 
         def pack_one_wrong(trajectory: Trajectory, *args: Any) -> Message:
             if corrupted and (trajectory.step, trajectory.index) == (0, 3):
@@ -223,7 +223,7 @@ def test_I5_the_old_log_prob_is_the_one_that_the_rollout_rank_stored(
                 trajectory.log_probs[1, 2] += 1e-3
             return original(trajectory, *args)
 
-        tasks.pack = pack_one_wrong
+        tasks.pack_cells = pack_one_wrong
 
     config = configured(*LIGHT, "max_rl_steps=1", "algorithm.ratio_bound=1.0")
     completed(run_cluster(tmp_path, 1, 1, config, after_build=corrupt))
@@ -384,18 +384,18 @@ def test_I9_a_group_of_another_version_raises(wrong: int) -> None:
     board = StepBoard(spec, placed, 0, step=5, reward_weights={"r": 1.0})
     fresh, stale = group_tasks(spec, 5, 1)[0], group_tasks(spec, 5, 0)[0]
     assert (fresh.version, stale.version) == (5, 4)
-    board.add(part(fresh))
-    board.add(part(stale))
+    board.add_part(part(fresh))
+    board.add_part(part(stale))
     other = group_tasks(spec, 5, 1)[1]
     with pytest.raises(StalenessError, match=rf"version {5 + wrong}, the schedule fixed version 5"):
-        board.add(part(replace(other, version=5 + wrong)))
+        board.add_part(part(replace(other, version=5 + wrong)))
 
 
 @pytest.fixture(scope="module")
 def engine() -> RolloutEngine:
     config = configured(*LIGHT)
     reference = Reference(config)
-    module = config.build("algorithm", policy=reference.policy)
+    module = config.build_group("algorithm", policy=reference.policy)
     return RolloutEngine(
         reference.policy,
         reference.rewards,
@@ -451,16 +451,16 @@ def test_I12_a_trajectory_suspended_at_every_step_is_the_same(engine: RolloutEng
         data = b"".join(
             bytes(buffer) for buffer in encode(pack_state(generation.task, generation.state, CLAIM))
         )
-        suspended = Suspended.of(decode(reader(data), 1 << 20), CLAIM.rank)
+        suspended = Suspended.from_message(decode(reader(data), 1 << 20), CLAIM.rank)
         assert (suspended.task, suspended.claim) == (TASK, CLAIM)
-        return Generation(suspended.task, PROMPT, suspended.state(torch.device("cpu")))
+        return Generation(suspended.task, PROMPT, suspended.restore_state(torch.device("cpu")))
 
     assert_equal_states(generated(engine), generated(engine, travel))
     message = pack_state(TASK, engine.begin_task(TASK, PROMPT).state, CLAIM)
     with pytest.raises(WireError, match="lacks or garbles"):
-        Suspended.of(replace(message, meta={"task": {"step": 1}}), 0)
+        Suspended.from_message(replace(message, meta={"task": {"step": 1}}), 0)
     with pytest.raises(WireError, match="lacks or garbles"):
-        Suspended.of(replace(message, tensors={}), 0).state(torch.device("cpu"))
+        Suspended.from_message(replace(message, tensors={}), 0).restore_state(torch.device("cpu"))
 
 
 @pytest.mark.processes

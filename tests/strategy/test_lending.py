@@ -170,7 +170,7 @@ def test_a_wait_ends_with_what_goes_wrong_meanwhile(store: Store, tmp_path: Path
     trainer.link.at_rest.append(lambda: trainer.runner._unsent.append(failed))
     with pytest.raises(ValueError, match="it cannot be sent"):
         trainer.lending.wait_for_fragment(trainer.board, 0, [(0,), (1,)])
-    trainer.link.at_rest.append(lambda: trainer.launcher.abort("enough"))
+    trainer.link.at_rest.append(lambda: trainer.launcher.abort_run("enough"))
     with pytest.raises(Aborted, match="enough"):
         trainer.lending.wait_for_fragment(trainer.board, 0, [(0,), (1,)])
 
@@ -189,7 +189,7 @@ def test_a_trainer_generates_what_no_rollout_is_left_for_with_the_published_weig
     trainer = Trainer(store, tmp_path)
     known(trainer)
     trainer.control.set("work/1", "0:1.0:-1:-1:0.0")
-    trainer.launcher.lose(1)
+    trainer.launcher.mark_lost(1)
     trainer.control.set("work/1", "")
     lending, board = trainer.lending, trainer.board
     found = lending.wait_for_fragment(board, 0, [(0,), (1,)])
@@ -312,7 +312,7 @@ def test_who_follows_waits_for_the_cells_that_trainer_0_held(
     trainer.lending._wait_for_cells(trainer.board, (0,))
     assert len(trainer.link.at_rest) == (2 if gap else 0)
     assert waits(trainer) == [("straggler", 0)]
-    trainer.launcher.abort("enough")
+    trainer.launcher.abort_run("enough")
     trainer.link.at_rest.append(lambda: None)
     with pytest.raises(Aborted, match="enough"):
         trainer.lending._wait_for_cells(StepBoard(spec, trainer.board._place, 1, 0, {}), (0,))
@@ -387,7 +387,7 @@ def test_a_loss_is_shown_to_the_policy_once(
     counts = []
     for lost in (None, 1, None, 2, None):
         if lost:
-            trainer.launcher.lose(lost)
+            trainer.launcher.mark_lost(lost)
         trainer.lending._see_losses()
         counts.append(len(seen))
     assert counts == [0, 1, 1, 2, 2]

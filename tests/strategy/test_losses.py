@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from digenrl import run
-from digenrl.cluster.launcher import Launch, launch
+from digenrl.cluster.launcher import Launch, launch_ranks
 from digenrl.cluster.world import Session, World
 from digenrl.rollout.engine import Generation
 from tests.strategy.faults import Fault
@@ -113,7 +113,7 @@ def test_the_last_rollouts_death_and_a_forbidden_one_end_the_run(tmp_path: Path)
         run.build_rank(config, world, session).fit()
 
     for rollouts, most in ((1, None), (2, 0)):
-        outcome = launch(Launch(1, rollouts, rank_main, tmp_path / str(rollouts), max_lost=most))
+        outcome = launch_ranks(Launch(1, rollouts, rank_main, tmp_path / str(rollouts), max_lost=most))
         assert outcome.status == "failed"
         assert str(outcome.cause).startswith("rank 1 (rollout) was killed by signal 9")
 
@@ -197,5 +197,5 @@ def test_ranks_do_not_collect_what_the_launching_process_left(tmp_path: Path, ke
             threading.Thread(target=time.sleep, args=(5.0,), daemon=True).start()
         gc.collect()
 
-    outcome = launch(Launch(1, 1, rank_main, tmp_path))
+    outcome = launch_ranks(Launch(1, 1, rank_main, tmp_path))
     assert outcome.status == "completed", outcome.cause

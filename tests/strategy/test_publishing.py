@@ -31,7 +31,7 @@ from digenrl.strategy.shares import Shares
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stop_vote import Agreement, StopVote
 from digenrl.transport.link import Routes
-from digenrl.transport.weights import attest
+from digenrl.transport.weights import compute_digest
 from digenrl.transport.wire import Message, MessageKind
 from digenrl.types import StepGivenUp
 from tests.cluster.test_claims import Store
@@ -49,7 +49,7 @@ def test_a_version_goes_once_to_each_other_node_and_to_each_rank_that_joined() -
     try:
         control = Control(StoreClient(server.host, server.port, handshake), 0, patience=0.5)
         guest = StoreClient(server.host, server.port, replace(handshake, rank=6))
-        Control(guest, 6).join(6)
+        Control(guest, 6).add_joined_rank(6)
         for rank, host in HOSTS.items():
             control.set(f"address/{rank}", f"{host}:70{rank}")
         routes = relay_routes(control, range(1, 6), own_host="10.0.0.1")
@@ -129,7 +129,7 @@ class Publishing(Trainer):
 
 
 def digest_of(tensors: dict[str, Tensor]) -> str:
-    return attest(tensors, tensors)
+    return compute_digest(tensors, tensors)
 
 
 def test_a_version_is_told_opened_noted_sent_and_fixed_in_this_order(
@@ -145,7 +145,7 @@ def test_a_version_is_told_opened_noted_sent_and_fixed_in_this_order(
     ]  # fmt: skip
     assert (state.version, state.previous, set(state.current)) == (0, None, set(own))
     trainer.done.clear()
-    trainer.launcher.lose(2)
+    trainer.launcher.mark_lost(2)
     first = {name: p.detach().clone() for name, p in own.items()}
     for parameter in own.values():
         parameter.data = parameter.data + 1.0
@@ -386,14 +386,14 @@ def test_trainers_make_the_pieces_that_no_rollout_with_the_weights_is_left_for(
     name = next(iter(trainer.rollout_parameters()))
     found: list[Any] = []
     trainer.averages = {name: torch.full_like(trainer.rollout_parameters()[name], 2.0)}
-    trainer.launcher.lose(3)
+    trainer.launcher.mark_lost(3)
     trainer.evaluations.open_evaluation(0)
     sent = [each for each in trainer.done if len(each) == 3]
     digest = digest_of(trainer.evaluated_parameters())
     assert {(tuple(to), number) for to, number, _ in sent} == {((2,), -1)}
     assert sent[-1][2]
     assert trainer.control.get("evaluation") == f"0:{digest}"
-    trainer.link.at_rest += [trainer.piece(0), lambda: trainer.launcher.lose(2)]
+    trainer.link.at_rest += [trainer.piece(0), lambda: trainer.launcher.mark_lost(2)]
     trainer.evaluations.finish_evaluation(found.append)
     assert not trainer.link.at_rest
     trainer.averages = {}
@@ -414,7 +414,7 @@ def test_a_rollout_that_joined_after_the_average_was_sent_counts_for_nobody(
     name = next(iter(trainer.rollout_parameters()))
     trainer.averages = {name: torch.full_like(trainer.rollout_parameters()[name], 2.0)}
     trainer.evaluations.open_evaluation(0)
-    trainer.control.survivors = lambda ranks: [4]  # type: ignore[method-assign, assignment]
+    trainer.control.surviving_ranks = lambda ranks: [4]  # type: ignore[method-assign, assignment]
     assert not trainer.evaluations._wait_for_pieces()
     trainer.evaluations._makers = None
     trainer.link.at_rest += [trainer.piece(0), trainer.piece(1)]

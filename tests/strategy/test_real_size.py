@@ -51,7 +51,7 @@ def test_the_reference_is_sharded_again_after_its_forward() -> None:
         condition = policy.codec.encode([Prompt("x")])
         with torch.no_grad(), policy.adapter.reference():
             policy.velocity(torch.zeros(1, *policy.latent_shape), torch.ones(1), condition)
-        for network in policy.networks():
+        for network in policy.all_networks():
             whole = [
                 name
                 for name, parameter in network.named_parameters()
@@ -109,7 +109,7 @@ def test_every_rank_reads_its_own_rows_of_the_same_weights(family: str, tune: st
         mesh = mesh_of("fsdp", TRAINERS, 1, "cpu")
         shard_policy(part, mesh)
         part.fill(torch.device("cpu"))
-        for mine, theirs in zip(part.networks(), whole.networks(), strict=True):
+        for mine, theirs in zip(part.all_networks(), whole.all_networks(), strict=True):
             wanted = dict([*theirs.named_parameters(), *theirs.named_buffers()])
             found = dict([*mine.named_parameters(), *mine.named_buffers()])
             assert list(found) == list(wanted)

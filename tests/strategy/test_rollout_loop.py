@@ -121,7 +121,7 @@ def test_a_rollout_adopts_works_and_waits_until_the_run_is_done(
     seen: list[Any] = []
 
     def look() -> None:
-        stage = life.spans.progress.now()[0].stage
+        stage = life.spans.progress.current_stretches()[0].stage
         work = life.work()
         seen.append((stage, work.version, work.busy, life.holds(work.version)))
 
@@ -133,7 +133,7 @@ def test_a_rollout_adopts_works_and_waits_until_the_run_is_done(
     assert seen == [("wait weights", 0, False, True), ("wait weights", 1, False, True)]
     assert life.post.to == [0, 1] * 12
     assert set(life.link.waited) == {0.2}
-    assert life.spans.progress.now()[0].stage not in ("wait weights", "wait startup")
+    assert life.spans.progress.current_stretches()[0].stage not in ("wait weights", "wait startup")
     rows = life.rows()
     assert life.trace() == [*first, *tasks[0], *last, *tasks[1]]
     (waited,) = (row for row in rows if row.get("cause") == "weights")
@@ -246,13 +246,13 @@ def test_who_adopts_tells_it_and_only_who_joined_asks_and_only_before_its_first_
         looks = [("receive", 0.2)]
         assert done == [("_ask",)] * (rank == 4 and version < 0) + looks
         stage = "wait startup" if version < 0 else "wait weights"
-        assert life.spans.progress.now()[0].stage == stage
+        assert life.spans.progress.current_stretches()[0].stage == stage
         done.clear()
         life.mail.weights.append(Version(3, "digest", life.versions[1]))
         worker._adopt_next_version()
         assert done == [("adopted", 3), ("announce", 3)]
         assert life.holds(1)
-        assert life.spans.progress.now()[0].stage != stage, "the wait is over"
+        assert life.spans.progress.current_stretches()[0].stage != stage, "the wait is over"
         done.clear()
 
 
@@ -311,7 +311,7 @@ def test_who_leaves_gives_away_its_task_at_the_next_step_and_what_waits_for_it(
     life.link.at_rest.append(lambda: life.arrive(0))
     life.link.within.append(leave)
     life.worker.run_until_done()
-    passed = [Suspended.of(message, 3) for message in life.post.messages()]
+    passed = [Suspended.from_message(message, 3) for message in life.post.messages()]
     assert life.post.to == [3, 3]
     assert [(each.task.index, each.next_step) for each in passed] == [(1, 2), (0, 1)]
     assert life.work() is None
@@ -459,12 +459,12 @@ def test_who_leaves_in_a_piece_gives_it_back(store: Store, tmp_path: Path) -> No
         life.launcher.set("evaluation", "0:")
 
     life.link.at_rest.append(opened)
-    life.link.makes = lambda: life.spans.progress.now()[0].stage == "eval"
+    life.link.makes = lambda: life.spans.progress.current_stretches()[0].stage == "eval"
     life.link.within += [lambda: None, life.session.leave.set]
-    before = life.spans.progress.now()[0].number
+    before = life.spans.progress.current_stretches()[0].number
     life.worker.run_until_done()
     assert life.post.to == [0, 1] * 6, "no piece"
-    assert life.spans.progress.now()[0].number > before
+    assert life.spans.progress.current_stretches()[0].number > before
     launcher = Claims(StoredClaims(life.launcher), -1)
     assert launcher.offer_released_tasks(2) == ["piece 0 of the evaluation of version 0"]
     pieces = evaluation_pieces(0, 2)

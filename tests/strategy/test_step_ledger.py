@@ -52,7 +52,7 @@ def opened(
     board = StepBoard(ASYNC, placed, 0, step=step, reward_weights={"r": 1.0})
     for task in (*group_tasks(ASYNC, step, 0), *group_tasks(ASYNC, step, 1)):
         arrived = part(task, torch.full((2,), torch.nan) if task.group else None)
-        assert board.add(arrived)
+        assert board.add_part(arrived)
         ledger.count_issued(arrived)
     for task in group_tasks(ASYNC, step + 1, 0):
         ledger.count_issued(part(task))
@@ -83,8 +83,8 @@ def test_a_closed_step_says_what_was_trained_and_how_long_it_took(tmp_path: Path
     """Steps of 8 samples with 3 trained time steps; every look at the clock takes a second."""
     steps, board = opened(tmp_path, 3, predicted_end=7.5)
     spans, scheduler = steps._spans, steps._scheduler
-    spans.add("wait", 1.0, 3.5, cause="tail")
-    spans.add("wait", 4.0, 5.0, cause="straggler")
+    spans.add_span("wait", 1.0, 3.5, cause="tail")
+    spans.add_span("wait", 4.0, 5.0, cause="straggler")
     steps.begin_fragment(board, (0,))
     steps.begin_fragment(board, (1,))
     steps.end_fragment()
@@ -129,7 +129,7 @@ def complete(step: int) -> StepBoard:
     """The board of a step whose groups are all there and scored."""
     board = StepBoard(ASYNC, placed, 0, step=step, reward_weights={"r": 1.0})
     for task in (*group_tasks(ASYNC, step, 0), *group_tasks(ASYNC, step, 1)):
-        board.add(part(task))
+        board.add_part(part(task))
     return board
 
 
@@ -145,7 +145,7 @@ def test_a_step_without_older_weights_says_so_and_tells_the_policy_when_it_began
         board = StepBoard(SPEC, placed, 0, step=step, reward_weights={"r": 1.0})
         ledger.open_step(None)
         for task in (*group_tasks(SPEC, step, 0), *group_tasks(SPEC, step, 1)):
-            board.add(arrived := part(task))
+            board.add_part(arrived := part(task))
             ledger.count_issued(arrived)
         for fragment in ((0,), (1,)):
             ledger.begin_fragment(board, fragment)
@@ -235,9 +235,9 @@ def test_a_sharded_rank_without_cells_trains_the_first_cell_at_no_weight(tmp_pat
 
     board = StepBoard(SPEC, one_rank_trains, 1, 3, {"r": 1.0}, lockstep=True, neighbours=1)
     for task in (*group_tasks(SPEC, 3, 0), *group_tasks(SPEC, 3, 1)):
-        board.add(part(task))
+        board.add_part(part(task))
     for last in (False, True):
-        *before, final = board.batches((1,), last)
+        *before, final = board.micro_batches((1,), last)
         assert all(batch.blocks == () or not batch.blocks for batch in before)
         assert len(final.blocks) == last
         for block in final.blocks:
@@ -245,8 +245,8 @@ def test_a_sharded_rank_without_cells_trains_the_first_cell_at_no_weight(tmp_pat
             assert len(block.latents) == len(block.next_latents) == 2
     together = StepBoard(SPEC, one_rank_trains, 1, 3, {"r": 1.0}, lockstep=True)
     for task in group_tasks(SPEC, 3, 1):
-        together.add(part(task))
-    assert all(len(batch.blocks) == 1 for batch in together.batches((1,))), "all are neighbours"
+        together.add_part(part(task))
+    assert all(len(batch.blocks) == 1 for batch in together.micro_batches((1,))), "all are neighbours"
 
 
 def test_neighbours_make_as_many_forwards_as_the_one_with_most_blocks_and_replicas_their_own() -> (
@@ -261,9 +261,9 @@ def test_neighbours_make_as_many_forwards_as_the_one_with_most_blocks_and_replic
     for lockstep in (True, False):
         board = StepBoard(SPEC, uneven, 1, 3, {"r": 1.0}, lockstep=lockstep)
         for task in group_tasks(SPEC, 3, 1):
-            board.add(part(task))
+            board.add_part(part(task))
         for last in (True, False):
-            found = board.batches((1,), last)
+            found = board.micro_batches((1,), last)
             counts[lockstep, last] = [[b.weight > 0 for b in batch.blocks] for batch in found]
     assert counts[True, False] == [[True, False], [False, False], []]
     assert counts[True, True] == [[True, False], [False, False], [False]]
@@ -275,8 +275,8 @@ def test_a_board_knows_the_claims_and_versions_of_what_is_complete(gap: int) -> 
     spec = replace(ASYNC, gap=gap)
     board = StepBoard(spec, placed, 0, step=3, reward_weights={"r": 1.0})
     for task in (*group_tasks(spec, 3, 0), *group_tasks(spec, 3, 1)):
-        board.add(part(task))
-    assert [board.versions((group,)) for group in (0, 1)] == [{2}, {3}]
+        board.add_part(part(task))
+    assert [board.fragment_versions((group,)) for group in (0, 1)] == [{2}, {3}]
     own = [(2, Claim(task.index, 1, 0)) for task in group_tasks(spec, 3, 0)]
     fresh = [(3, Claim(task.index, 1, 0)) for task in group_tasks(spec, 3, 1)]
     assert board.made_under((0,)) == (own if gap else own + fresh)
@@ -386,7 +386,7 @@ def test_a_step_streams_every_fragment_of_every_update_and_leaves_the_ledger_emp
     vote = StopVote(store.controls(1)[1][0], World(0, 1, 1), Progress(), False, lambda: True)
     source = AsTheyCome(10.0)
     asked: list[Any] = []
-    plain = StepBoard.batches
+    plain = StepBoard.micro_batches
 
     def batches(board: StepBoard, fragment: tuple[int, ...], last: bool) -> Any:
         asked.append((fragment, last))
@@ -415,7 +415,7 @@ def test_a_replica_begins_with_fragments_that_concern_it(tmp_path: Path) -> None
     board = inbox.open_board(3)
     for group in (0, 1):
         for task in group_tasks(SPEC, 3, group):
-            board.add(arrived := part(task))
+            board.add_part(arrived := part(task))
             ledger.count_issued(arrived)
     store = Store()
     vote = StopVote(store.controls(1)[1][0], World(0, 1, 1), Progress(), False, lambda: True)

@@ -242,7 +242,7 @@ def test_a_task_that_is_given_away_ends_with_its_receiver_once(rollouts: list[Ro
     task = giver.runner.claim_task(0)
     run_task(giver.runner, task, interrupt=lambda task: 3)
     assert (giver.post.to, giver.work().busy) == ([3], False)
-    suspended = Suspended.of(giver.post.messages()[0], 3)
+    suspended = Suspended.from_message(giver.post.messages()[0], 3)
     assert (suspended.task, suspended.next_step) == (task, 1)
     resume_task(receiver.runner, suspended)
     receiver.runner.settle_sends(wait=True)
@@ -251,7 +251,7 @@ def test_a_task_that_is_given_away_ends_with_its_receiver_once(rollouts: list[Ro
     assert receiver.work().task_seconds == 0.0, "a rest of a task is no measure of one"
     (handed,) = giver.rows()
     assert (handed["stage"], handed["handed_to"]) == ("generate", 3)
-    resume_task(giver.runner, Suspended.of(giver.post.messages()[0], 2))
+    resume_task(giver.runner, Suspended.from_message(giver.post.messages()[0], 2))
     assert giver.post.to == [3], "somebody else has it"
 
 
@@ -262,10 +262,10 @@ def test_a_task_ticks_at_each_step_and_is_asked_for_after_each_of_its_own_but_th
     giver, receiver = rollouts
     asked: list[str] = []
     run_task(giver.runner, giver.runner.claim_task(0), interrupt=lambda task: 3)
-    suspended = Suspended.of(giver.post.messages()[0], 3)
+    suspended = Suspended.from_message(giver.post.messages()[0], 3)
     assert suspended.next_step == 1
     progress = receiver.spans.progress
-    plain, said = progress.tick, list[str]()
+    plain, said = progress.mark_progress, list[str]()
     monkeypatch.setattr(progress, "tick", lambda: asked.append("tick") or plain())
     receiver.post.send = lambda *_: said.append(progress.said)  # type: ignore[method-assign]
     resume_task(receiver.runner, suspended, lambda task: asked.append("asked"))
@@ -282,7 +282,7 @@ def test_what_was_not_waited_for_is_no_wait_and_what_was_done_is_read_before_it_
     engine, spans = rollout.runner._engine, rollout.spans
     engine._rewards = RewardSuite({"bright": {"scorer": lambda media, _: media.flatten(1).mean(1)}})
     engine._scorer = AsyncScorer(engine._rewards)
-    score, read = engine.score, spans.read
+    score, read = engine.score, spans.record_finished
     monkeypatch.setattr(spans, "now", lambda: 5.0)
     monkeypatch.setattr(engine, "score", lambda *task: done.append("score") or score(*task))
     monkeypatch.setattr(
@@ -298,7 +298,7 @@ def test_what_was_not_waited_for_is_no_wait_and_what_was_done_is_read_before_it_
 def test_the_receiver_confirms_the_very_task_that_it_was_given(rollouts: list[Rollout]) -> None:
     giver, receiver = rollouts
     run_task(giver.runner, giver.runner.claim_task(1), interrupt=lambda task: 3)
-    resume_task(receiver.runner, Suspended.of(giver.post.messages()[0], 3))
+    resume_task(receiver.runner, Suspended.from_message(giver.post.messages()[0], 3))
     receiver.runner.settle_sends(wait=True)
     assert {Part(message).claim for message in receiver.post.messages()} == {Claim(0, 3, 0)}
 
@@ -309,7 +309,7 @@ def test_who_leaves_passes_a_task_that_waits_to_the_next_or_gives_it_up(
     giver, leaving = rollouts
     task = giver.runner.claim_task(0)
     run_task(giver.runner, task, interrupt=lambda task: 3)
-    suspended = Suspended.of(giver.post.messages()[0], 3)
+    suspended = Suspended.from_message(giver.post.messages()[0], 3)
     leaving.runner.stop_taking_tasks()
     assert leaving.work() is None
     leaving.runner.announce_work(0)
@@ -331,7 +331,7 @@ def test_who_leaves_passes_a_task_that_waits_to_the_next_or_gives_it_up(
 
 def test_a_task_stays_with_its_rank_if_the_receiver_is_lost(rollouts: list[Rollout]) -> None:
     giver, receiver = rollouts
-    receiver.control.lose(3)
+    receiver.control.mark_lost(3)
     run_task(giver.runner, giver.runner.claim_task(0), interrupt=lambda task: 3)
     assert giver.post.to == [0, 1]
 
@@ -373,7 +373,7 @@ def test_a_rank_waits_for_its_scorer_when_too_many_tasks_do_and_says_so(
     def open_gate() -> None:
         """Let the scorer go on a while after its rank has begun to wait."""
         for _ in range(1000):
-            if any(stretch.stage == "wait reward" for stretch in rollout.spans.progress.now()):
+            if any(stretch.stage == "wait reward" for stretch in rollout.spans.progress.current_stretches()):
                 waiting.set()
                 break
             time.sleep(0.005)
@@ -437,7 +437,7 @@ def test_weights_of_the_version_before_go_once_to_who_can_make_its_lost_task(
         assert trainer.post.to == [], "nothing came back"
     dying.runner.claim_task(0)
     for rank in {2, 3, 4} - set(left):
-        launcher.lose(rank)
+        launcher.mark_lost(rank)
     Claims(StoredClaims(launcher), -1).return_lost_tasks(2, "died", 2)
     lending._republish_previous(1)
     sent = [message.meta["version"] for message in trainer.post.messages()]

@@ -24,7 +24,7 @@ from torch import Tensor
 from digenrl.cluster.control import Aborted
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.store import StoreServer
-from digenrl.cluster.vitals import facts as facts_of
+from digenrl.cluster.vitals import process_facts as facts_of
 from digenrl.cluster.vitals import facts_key
 from digenrl.cluster.world import World
 from digenrl.extensions.tasks.digits import DigitsPolicy
@@ -117,14 +117,14 @@ def test_gradients_are_reduced_and_scaled_after_the_last_micro_batch_of_an_updat
         "digenrl.strategy.shard.synchronise_gradients",
         lambda policy, on: trainer.done.append(("synchronise", on)),
     )
-    progress, before = trainer.spans.progress, trainer.spans.progress.now()[0].number
+    progress, before = trainer.spans.progress, trainer.spans.progress.current_stretches()[0].number
     ended: list[str] = []
     trainer.ledger.end_fragment = lambda: ended.append("fragment")  # type: ignore[method-assign]
     with trainer.step.accumulate_gradients():
         trainer.step.reduce_gradients()
     apart = [("synchronise", False), "end", ("synchronise", True)]
     assert (trainer.done, trainer.gradients(), ended) == (apart, {1.0}, [])
-    assert progress.now()[0].number > before
+    assert progress.current_stretches()[0].number > before
     trainer.step.reduce_gradients()
     assert ended == ["fragment"]
     assert trainer.done == [*apart, "end", "vote", "barrier"]
@@ -223,10 +223,10 @@ def test_a_resumed_trainer_has_every_weight_moment_and_average_and_its_own_learn
     class Noting(DirectoryCheckpointIO):
         def begin(self, *args: Any) -> Any:
             noted.append(
-                (*args[1:3], [id(each) for each in args[4]], spans.progress.now()[0].stage)
+                (*args[1:3], [id(each) for each in args[4]], spans.progress.current_stretches()[0].stage)
             )
             with args[3]():
-                noted.append(spans.progress.now()[-1].stage)
+                noted.append(spans.progress.current_stretches()[-1].stage)
             return super().begin_writing(*args)
 
     before = Checkpoints(old.policy, spans, Noting(), everyone, state)
@@ -330,7 +330,7 @@ def test_a_barrier_is_lightnings_and_a_wait_of_the_rank(
     strategy, seen = Ending(Publishing(store, tmp_path)), list[Any]()
     progress = strategy.session.progress
     monkeypatch.setattr(
-        DDPStrategy, "barrier", lambda self, *name: seen.append((*name, progress.now()[0].stage))
+        DDPStrategy, "barrier", lambda self, *name: seen.append((*name, progress.current_stretches()[0].stage))
     )
     DisaggregatedStrategy.barrier(strategy, "name")
     assert seen == [("name", "wait straggler")]
@@ -354,7 +354,7 @@ def test_an_error_is_reported_with_what_the_rank_did_unless_it_is_anothers(
     trainer = Publishing(store, tmp_path)
     strategy = Ending(trainer)
     told: list[Any] = []
-    trainer.control.report = lambda *args: told.append(args)  # type: ignore[method-assign]
+    trainer.control.report_error = lambda *args: told.append(args)  # type: ignore[method-assign]
     error = ValueError("wrong")
     strategy.on_exception(error)
     strategy.on_exception(Aborted("another's"))
@@ -371,7 +371,7 @@ def test_an_error_is_reported_with_what_the_rank_did_unless_it_is_anothers(
 def test_what_was_opened_is_closed(store: Store, tmp_path: Path) -> None:
     trainer = Publishing(store, tmp_path)
     strategy, closed = Ending(trainer), list[Any]()
-    trainer.spans.add("wait", 0.0, 1.0, cause="tail")
+    trainer.spans.add_span("wait", 0.0, 1.0, cause="tail")
     trainer.link.close = lambda: closed.append("link")  # type: ignore[method-assign]
     strategy.parts = cast(Any, SimpleNamespace(close=lambda: closed.append("parts")))
     strategy.engine.close = closed.append  # type: ignore[method-assign, assignment]
@@ -679,7 +679,7 @@ def test_a_rank_joins_the_store_and_its_group_and_leaves_nothing_open(
         runtime = strategy.runtime
         assert (runtime.setup, runtime.hooks, runtime.learner) == (setup, strategy, learner)
         assert (runtime.state, runtime.control) == (strategy.state, strategy.control)
-        strategy.spans.add("wait", 0.0, 1.0, cause="tail")
+        strategy.spans.add_span("wait", 0.0, 1.0, cause="tail")
         told: list[Path] = []
         monkeypatch.setattr(disaggregated, "tell_unwritten", told.append)
         strategy.teardown()
@@ -775,7 +775,7 @@ def test_boards_ask_the_algorithm_for_what_is_left_out(store: Store, tmp_path: P
     board = _board_maker(setup, hooks, learner)(3)
     assert board._useful(rewards) == (1.0, rewards, weights)  # type: ignore[misc]
     assert board._teaches(rewards) == (2.0, rewards, weights)  # type: ignore[misc]
-    assert board.concerns((1,)) is False
+    assert board.trains_fragment((1,)) is False
     assert placed == [((1,), 3)]
     assert (board.step, board._rank, board._lockstep, board._neighbours) == (3, 0, False, 1)
     plain = _board_maker(replace(setup, spec=replace(ASYNC, skip_zero=False)), hooks, learner)(3)

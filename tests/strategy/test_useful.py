@@ -37,12 +37,12 @@ def test_a_block_keeps_the_rows_that_have_a_gradient() -> None:
     board = StepBoard(SPEC, placed, 0, 0, {"r": 1.0}, lambda rewards: useful)
     tasks = [part(task) for task in group_tasks(SPEC, 0, 0)]
     for task in tasks:
-        board.add(task)
-    blocks = [block for batch in board.batches((0,)) for block in batch.blocks]
+        board.add_part(task)
+    blocks = [block for batch in board.micro_batches((0,)) for block in batch.blocks]
     assert [block.numbers for block in blocks] == [(0,)] * 3, (
         "task 1 of the group has nothing to train"
     )
-    whole = tasks[0].block((0, 1, 2))
+    whole = tasks[0].cell_block((0, 1, 2))
     for k, block in enumerate(blocks):
         assert torch.equal(block.latents, whole.latents[:1, k : k + 1])
         assert torch.equal(block.log_probs, whole.log_probs[:1, k : k + 1])
@@ -164,6 +164,6 @@ def test_padding_keeps_neighbours_in_step_and_all_where_gradients_are_reduced(
         spec, lambda f: place_fragment(spec, 4, f), 2, 0, {"r": 1.0}, lockstep=True, neighbours=neighbours
     )
     for task in group_tasks(spec, 0, 0):
-        board.add(part(task))
-    assert [len(batch.blocks) for batch in board.batches((0,))] == blocks
-    assert [len(batch.blocks) for batch in board.batches((0,), last=True)] == [1, 1]
+        board.add_part(part(task))
+    assert [len(batch.blocks) for batch in board.micro_batches((0,))] == blocks
+    assert [len(batch.blocks) for batch in board.micro_batches((0,), last=True)] == [1, 1]

@@ -27,7 +27,7 @@ from digenrl.parts import publishes_by_broadcast
 from digenrl.transport import broadcast
 from digenrl.transport.broadcast import Audience, BroadcastLink
 from digenrl.transport.link import Routes, SocketLink
-from digenrl.transport.weights import Arrivals, Version, buckets, publish
+from digenrl.transport.weights import Arrivals, Version, plan_buckets, publish
 from digenrl.transport.wire import Message
 from tests.training import SMALL, Train, commands, fault, watch
 
@@ -61,7 +61,7 @@ class Ranks:
         )
 
     def publish(self, number: int, scale: float) -> Version:
-        routes: Routes = dict.fromkeys(self.controls[0].survivors((1, 2, 3)), ())
+        routes: Routes = dict.fromkeys(self.controls[0].surviving_ranks((1, 2, 3)), ())
         return publish(number, weights(scale), self.links[0], routes, lambda digest: None)
 
     def arrived(self, rank: int) -> Version:
@@ -69,7 +69,7 @@ class Ranks:
         deadline = time.monotonic() + 20.0
         while time.monotonic() < deadline:
             message = self.links[rank].receive(1.0)
-            if message is not None and (version := self.arrivals[rank].add(message)) is not None:
+            if message is not None and (version := self.arrivals[rank].add_message(message)) is not None:
                 return version
         raise AssertionError(f"no version came to rank {rank}; told: {self.told}")
 
@@ -119,7 +119,7 @@ def test_versions_arrive_bit_for_bit_without_a_byte_on_the_sockets(
         sent = ranks.publish(number, float(number))
         for rank in (1, 2, 3):
             assert_whole(ranks.arrived(rank), sent)
-    assert len(buckets(weights())) == 3
+    assert len(plan_buckets(weights())) == 3
     assert not over_sockets
     assert [kind for kind, _ in ranks.told] == ["publication"]
 
@@ -131,12 +131,12 @@ def test_a_version_that_lost_a_member_half_way_arrives_whole_as_streams(
     get twice."""
     sent = ranks.publish(1, 1.0)
     assert_whole(ranks.arrived(1), sent)
-    taken: Callable[..., Message] = ranks.links[3]._taken
+    taken: Callable[..., Message] = ranks.links[3]._receive_bucket
 
     def dies(message: Message) -> Message:
         if message.meta["bucket"] == 1:
-            ranks.controls[0].lose(3)
-            ranks.links[3]._leave()
+            ranks.controls[0].mark_lost(3)
+            ranks.links[3]._leave_group()
         return taken(message)
 
     monkeypatch.setattr(ranks.links[3], "_taken", dies)

@@ -12,7 +12,7 @@ from torch import Tensor
 from digenrl.schedule import ScheduleSpec, Task, update_fragments, group_tasks, place_fragment
 from digenrl.schedule.claims import Claim
 from digenrl.schedule.timesteps import Block
-from digenrl.transport.cells import Part, StepBoard, owned_positions, pack
+from digenrl.transport.cells import Part, StepBoard, owned_positions, pack_cells
 from digenrl.types import Trajectory
 
 SPEC = ScheduleSpec(prompts=4, group_size=4, task_size=2, denoise_steps=4, trained_steps=3)
@@ -50,7 +50,7 @@ def board_of(spec: ScheduleSpec, scores: list[float], **options: Any) -> StepBoa
     board = StepBoard(spec, lambda f: place_fragment(spec, 1, f), 0, 0, {"r": 1.0}, **options)
     for group, score in enumerate(scores):
         for task in group_tasks(spec, 0, group):
-            board.add(Part(pack(trajectory(task, score), (0, 1, 2), CLAIM, 0.5)))
+            board.add_part(Part(pack_cells(trajectory(task, score), (0, 1, 2), CLAIM, 0.5)))
     return board
 
 
@@ -70,12 +70,12 @@ def test_each_trainer_is_sent_what_it_trains_of_each_task() -> None:
 def test_cells_arrive_as_they_were_generated(positions: tuple[int, ...], more: bool) -> None:
     (_, task), made = group_tasks(SPEC, 0, 2), None
     made = trajectory(task, more=more)
-    message = pack(made, positions, CLAIM, 0.5)
+    message = pack_cells(made, positions, CLAIM, 0.5)
     part = Part(message)
     assert (part.claim, part.seconds, part.positions) == (CLAIM, 0.5, list(positions))
     assert all(torch.equal(part.rewards[name], made.rewards[name]) for name in ("r", "logged"))
     for position in positions:
-        block, at = part.block((position,)), slice(position, position + 1)
+        block, at = part.cell_block((position,)), slice(position, position + 1)
         assert (block.step, block.group, block.uid, block.first_sample, block.version) == (
             0, 2, 72, 2, 0,
         )  # fmt: skip
@@ -93,7 +93,7 @@ def test_cells_arrive_as_they_were_generated(positions: tuple[int, ...], more: b
 
 def test_a_trainer_without_cells_of_a_task_is_sent_the_rewards_alone() -> None:
     (task, _) = group_tasks(SPEC, 0, 0)
-    assert list(pack(trajectory(task), (), CLAIM, 0.5).tensors) == ["rewards/r", "rewards/logged"]
+    assert list(pack_cells(trajectory(task), (), CLAIM, 0.5).tensors) == ["rewards/r", "rewards/logged"]
 
 
 def differ(rewards: Any) -> Tensor:
@@ -111,8 +111,8 @@ def test_groups_that_teach_nothing_and_those_beyond_the_places_are_left_out(
     fragment = (0, 1, 2, 3)
     assert board.is_complete(fragment)
     trained = [1, 2] if oversample else [1, 2, 3]
-    assert board.useful(fragment).all(dim=1).tolist() == [n in trained for n in range(4)]
-    batches = board.batches(fragment, last=True)
+    assert board.useful_samples(fragment).all(dim=1).tolist() == [n in trained for n in range(4)]
+    batches = board.micro_batches(fragment, last=True)
     assert sorted({b.group for batch in batches for b in batch.blocks}) == trained
     for batch in batches:
         rows = batch.rewards["r"]
@@ -137,7 +137,7 @@ def test_samples_without_a_gradient_are_told_from_the_rewards_that_count() -> No
         (update, block.group): block.numbers
         for update in (0, 1)
         for fragment in update_fragments(spec, update)
-        for batch in board.batches(fragment, last=False)
+        for batch in board.micro_batches(fragment, last=False)
         for block in batch.blocks
         if block.steps.tolist() == [0]
     }
@@ -151,7 +151,7 @@ def test_a_rank_that_only_joins_in_runs_one_step_of_one_task() -> None:
 
     board = StepBoard(SPEC, placed, 1, 0, {"r": 1.0}, lockstep=True)
     for task in group_tasks(SPEC, 0, 0):
-        board.add(Part(pack(trajectory(task), (0, 1, 2), CLAIM, 0.5)))
-    ((batch),) = board.batches((0,), last=False)
+        board.add_part(Part(pack_cells(trajectory(task), (0, 1, 2), CLAIM, 0.5)))
+    ((batch),) = board.micro_batches((0,), last=False)
     (block,) = batch.blocks
     assert (block.steps.tolist(), block.latents.shape, block.weight) == ([0], (2, 1, 5), 0.0)

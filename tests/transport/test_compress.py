@@ -18,7 +18,7 @@ from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.transport.compress import CodedLine
-from digenrl.transport.difference import difference, restored
+from digenrl.transport.difference import encode_difference, apply_difference
 from digenrl.transport.link import PeerLine, SocketLink
 from digenrl.transport.repeated import _REMEMBERED, Repeated
 from digenrl.transport.weights import Arrivals, publish
@@ -42,8 +42,8 @@ def noise(size: int, seed: int) -> Tensor:
 def test_a_difference_gives_the_bytes_back(size: int, share: float) -> None:
     base = noise(size, 0)
     data = torch.where(torch.rand(size) < share, noise(size, 1), base)
-    payload, facts = difference(data, base)
-    assert torch.equal(restored(payload, facts, base), data)
+    payload, facts = encode_difference(data, base)
+    assert torch.equal(apply_difference(payload, facts, base), data)
     assert share < 1 or len(payload) < 1.1 * size + 64
 
 
@@ -52,9 +52,9 @@ def test_weights_that_moved_a_little_take_a_tenth() -> None:
     after = {"w": before["w"].clone()}
     moved_on(after, 0.05, torch.Generator().manual_seed(0))
     data, base = (held["w"].view(torch.uint8) for held in (after, before))
-    payload, facts = difference(data, base)
+    payload, facts = encode_difference(data, base)
     assert len(payload) < 0.1 * len(data)
-    assert torch.equal(restored(payload, facts, base), data)
+    assert torch.equal(apply_difference(payload, facts, base), data)
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_a_spoilt_difference_is_refused(spoil: Callable[..., Any]) -> None:
     base, data = noise(4096, 0), noise(4096, 1)
     line = CodedLine()
     line._kept[0] = 1, base
-    payload, facts = spoil(*difference(data, base))
+    payload, facts = spoil(*encode_difference(data, base))
     coded = {"version": 2, "bucket": 0, "coded": facts | {"base": 1}}
     with pytest.raises(WireError, match="cannot be completed"):
-        line.incoming(Message(MessageKind.WEIGHTS, coded, {"data": payload}), NOWHERE)
+        line.accept_incoming(Message(MessageKind.WEIGHTS, coded, {"data": payload}), NOWHERE)
 
 
 def test_a_difference_to_a_version_that_is_not_held_is_refused() -> None:
-    payload, facts = difference(noise(64, 0), noise(64, 1))
+    payload, facts = encode_difference(noise(64, 0), noise(64, 1))
     for kept in ({}, {0: (3, noise(64, 1))}):
         line = CodedLine()
         line._kept.update(kept)
@@ -87,7 +87,7 @@ def test_a_difference_to_a_version_that_is_not_held_is_refused() -> None:
             {"data": payload},
         )
         with pytest.raises(WireError):
-            line.incoming(message, NOWHERE)
+            line.accept_incoming(message, NOWHERE)
 
 
 # ---- trajectories
@@ -110,10 +110,10 @@ def test_a_prompt_and_latents_travel_once() -> None:
     here, there = Repeated(), Repeated()
     for seed, prompt, expected in ((0, 0, 5), (1, 0, 3), (2, 1, 5), (3, 0, 3)):
         whole = task(seed, prompt)
-        left, facts = here.without(whole)
+        left, facts = here.drop_repeated(whole)
         assert len(left) == expected
         assert left["next_latents"].shape[1] == 1
-        found = there.completed(left, facts)
+        found = there.restore_repeated(left, facts)
         assert list(found) == list(whole)
         assert all(torch.equal(found[name], value) for name, value in whole.items())
         assert all(found[name].dtype == value.dtype for name, value in whole.items())
@@ -122,9 +122,9 @@ def test_a_prompt_and_latents_travel_once() -> None:
 @pytest.mark.parametrize("steps", [1, 3])
 def test_latents_of_steps_that_do_not_follow_each_other_travel_whole(steps: int) -> None:
     whole = task(0, 0, steps, chained=False)
-    left, facts = Repeated().without(whole)
+    left, facts = Repeated().drop_repeated(whole)
     assert torch.equal(left["next_latents"], whole["next_latents"])
-    found = Repeated().completed(left, facts)
+    found = Repeated().restore_repeated(left, facts)
     assert torch.equal(found["next_latents"], whole["next_latents"])
 
 
@@ -133,7 +133,7 @@ def test_both_ends_forget_alike() -> None:
     prompts = [*range(_REMEMBERED), 0, 3, *range(40), 1, 0, 39]
     for seed, prompt in enumerate(prompts):
         whole = task(seed, prompt)
-        found = there.completed(*here.without(whole))
+        found = there.restore_repeated(*here.drop_repeated(whole))
         assert all(torch.equal(found[name], value) for name, value in whole.items())
         assert list(here._known) == list(there._known)
         assert len(here._known) <= _REMEMBERED
@@ -210,7 +210,7 @@ def test_versions_arrive_bit_for_bit_and_a_slow_line_carries_their_difference(
 
     def arrived() -> bool:
         message = run.receiver.receive(0.5)
-        version = None if message is None else arrivals.add(message)
+        version = None if message is None else arrivals.add_message(message)
         found.append(version)
         return version is not None
 
@@ -262,6 +262,6 @@ def test_where_the_system_does_not_tell_the_speed_nothing_is_coded(
     line, weights = CodedLine(), Message(MessageKind.WEIGHTS, {"version": 1, "digest": "x"})
     bucket = replace(weights, meta={"version": 1, "bucket": 0}, tensors={"data": noise(64, 0)})
     for message in (bucket, weights):
-        line.written(line.outgoing(message), socket.socket())
+        line.note_written(line.prepare_outgoing(message), socket.socket())
     assert not line.coding
-    assert line.outgoing(bucket) is bucket
+    assert line.prepare_outgoing(bucket) is bucket

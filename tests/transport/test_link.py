@@ -24,7 +24,7 @@ from digenrl.cluster.limits import Limits
 from digenrl.cluster.network import Network
 from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
 from digenrl.cluster.world import World
-from digenrl.transport.link import PeerLine, SocketLink, _write, socket_link
+from digenrl.transport.link import PeerLine, SocketLink, _write_buffers, socket_link
 from digenrl.transport.wire import Message, MessageKind, WireError, encode
 
 HOST = "127.0.0.1"
@@ -111,7 +111,7 @@ def test_a_closed_link_lets_nobody_in_and_its_threads_hold_no_process_up(
 ) -> None:
     link, other = (SocketLink(control, n, HOST, OURS) for n, control in enumerate(controls[:2]))
     host, port = str(controls[0].get("address/0")).split(":")
-    outbox, thread = link.open(1)
+    outbox, thread = link.open_outbox(1)
     assert thread.daemon
     given: list[float] = []
     link._outboxes[1] = (_Note(given), thread)  # type: ignore[assignment]
@@ -130,11 +130,11 @@ def test_a_link_that_breaks_while_it_sends_is_told_unless_it_is_closing(
     link = SocketLink(controls[0], 0, HOST, OURS, limits=Limits(verdict_s=0.1))
     controls[0].set("address/1", f"{HOST}:1")  # where nobody listens
     with pytest.raises(ConnectionError, match="rank 0 lost its link to rank 1"):
-        link.open(1) and link.receive(5.0)
+        link.open_outbox(1) and link.receive(5.0)
     link.close()
     assert link._closing.is_set()
     controls[0].set("address/2", f"{HOST}:1")
-    link.open(2)[1].join(5.0)
+    link.open_outbox(2)[1].join(5.0)
     assert link.receive(0.0) is None
 
 
@@ -218,7 +218,7 @@ def test_what_a_socket_takes_in_pieces_arrives_whole() -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    _write(near, buffers)
+    _write_buffers(near, buffers)
     near.close()
     reader.join(10.0)
     far.close()
@@ -247,13 +247,13 @@ class Slow(PeerLine):
         self.seen: list[int] = []
         self.go_on = threading.Event()
 
-    def outgoing(self, message: Message) -> Message:
+    def prepare_outgoing(self, message: Message) -> Message:
         self.seen.append(message.meta["number"])
         self.go_on.wait(5.0)
         return message
 
-    def incoming(self, message: Message, sock: socket.socket) -> Message:
-        return self.outgoing(message)
+    def accept_incoming(self, message: Message, sock: socket.socket) -> Message:
+        return self.prepare_outgoing(message)
 
 
 def test_lines_hold_messages_back_before_they_leave_and_when_they_come(
@@ -386,7 +386,7 @@ def test_a_full_queue_blocks_until_the_run_is_aborted(
 
         gate = AuthenticatedListener(deaf, OURS, "link 9", never_read)
         controls[0].set("address/9", f"{HOST}:{deaf.getsockname()[1]}")
-        threading.Timer(1.0, lambda: controls[1].abort("enough")).start()
+        threading.Timer(1.0, lambda: controls[1].abort_run("enough")).start()
         sent = [0]
 
         def flood() -> None:
@@ -421,11 +421,11 @@ def test_what_is_queued_is_sent_before_a_link_closes_but_not_in_an_aborted_run(
 ) -> None:
     links[0].send(1, cells(1))
     links[0].drain(5.0)
-    _, sender = links[0].open(1)
+    _, sender = links[0].open_outbox(1)
     assert not sender.is_alive()
     assert received(links[1]).meta["number"] == 1
-    _, waiting = links[0].open(8)  # which never says where it is
-    controls[1].abort("it is over")
+    _, waiting = links[0].open_outbox(8)  # which never says where it is
+    controls[1].abort_run("it is over")
     began = time.monotonic()
     links[0].drain(5.0)
     assert time.monotonic() - began < 2.0
@@ -437,19 +437,19 @@ def test_a_link_is_drained_as_long_as_it_may_though_a_full_queue_takes_no_end(
 ) -> None:
     for number in range(4):
         links[0].send(8, cells(number))  # which never says where it is
-    outbox, waiting = links[0].open(8)
+    outbox, waiting = links[0].open_outbox(8)
     assert outbox.full()
     began = time.monotonic()
     links[0].drain(0.2)
     assert 0.2 <= time.monotonic() - began < 1.0
     assert waiting.is_alive()
-    controls[1].abort("it is over")
+    controls[1].abort_run("it is over")
 
 
 def test_what_is_sent_to_a_lost_rank_is_dropped(
     controls: list[Control], links: list[SocketLink]
 ) -> None:
-    controls[0].lose(8)
+    controls[0].mark_lost(8)
     for number in range(5):  # one more than the queue holds
         links[0].send(8, cells(number))
     assert links[0].receive(0.0) is None
@@ -461,10 +461,10 @@ def test_a_peer_that_the_run_goes_on_without_is_given_up_in_silence(
     """Its connection breaks before the launcher has said that it is lost."""
     with socket.create_server((HOST, 0)) as closed:
         controls[0].set("address/8", f"{HOST}:{closed.getsockname()[1]}")
-    _, sender = links[0].open(8)
+    _, sender = links[0].open_outbox(8)
     time.sleep(0.1)
     assert sender.is_alive(), "it waits for the verdict"
-    controls[0].lose(8)
+    controls[0].mark_lost(8)
     sender.join(5.0)
     assert not sender.is_alive()
     assert links[0].receive(0.0) is None
@@ -501,13 +501,13 @@ def test_claims_are_unique_and_dense(controls: list[Control]) -> None:
 
 
 def test_the_first_abort_counts_and_ends_every_wait(controls: list[Control]) -> None:
-    controls[0].check()
-    threading.Timer(0.2, lambda: controls[1].abort("rank 1 failed")).start()
+    controls[0].check_abort()
+    threading.Timer(0.2, lambda: controls[1].abort_run("rank 1 failed")).start()
     with pytest.raises(Aborted, match="rank 1 failed"):
         controls[0].wait_for("never", "something")
-    controls[2].abort("a later cause")
+    controls[2].abort_run("a later cause")
     with pytest.raises(Aborted, match="rank 1 failed"):
-        controls[2].check()
+        controls[2].check_abort()
 
 
 def test_a_wait_ends_with_its_patience(store: StoreServer) -> None:

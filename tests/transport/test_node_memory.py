@@ -58,7 +58,7 @@ class Machine:
             message = self.links[rank].receive(20.0)
             assert message is not None
             assert node_memory.SHARED not in message.meta
-            if (version := self.arrivals[rank].add(message)) is not None:
+            if (version := self.arrivals[rank].add_message(message)) is not None:
                 return version
 
     def close(self) -> None:

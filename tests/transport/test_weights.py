@@ -32,11 +32,11 @@ from digenrl.transport.weights import (
     Version,
     WeightsError,
     adopt,
-    attest,
-    buckets,
-    exchanged,
+    compute_digest,
+    plan_buckets,
+    exchanged_values,
     publish,
-    table,
+    layout_digest,
     take_part,
 )
 from digenrl.transport.wire import Message, MessageKind, decode, encode
@@ -91,13 +91,13 @@ def published(parameters: Mapping[str, Tensor], number: int = 3) -> tuple[Versio
 
 
 def delivered(arrivals: Arrivals, messages: list[bytearray]) -> list[Version | None]:
-    return [arrivals.add(decode(reader(bytes(message)), 1 << 24)) for message in messages]
+    return [arrivals.add_message(decode(reader(bytes(message)), 1 << 24)) for message in messages]
 
 
 def test_a_version_arrives_bit_for_bit_with_its_seal_and_not_before() -> None:
     sent, own = weights(0.1), weights(0.0)
     version, messages = published(sent)
-    assert len(messages) == len(buckets(sent)) + 1 > 2
+    assert len(messages) == len(plan_buckets(sent)) + 1 > 2
     *before, arrived = delivered(Arrivals(own), messages)
     assert before == [None] * len(before)
     assert arrived is not None
@@ -131,7 +131,7 @@ def test_buckets_are_filled_up_to_a_power_of_two(
         f"p{number}": torch.empty(int(size * MIB), dtype=torch.uint8, device="meta")
         for number, size in enumerate(mebibytes)
     }
-    plan = buckets(parameters)
+    plan = plan_buckets(parameters)
     assert [bucket.size / MIB for bucket in plan] == wanted
     assert [name for bucket in plan for name in bucket.starts] == list(parameters)
 
@@ -174,7 +174,7 @@ def test_an_exchange_gives_both_versions_back_bit_for_bit() -> None:
     arrived = delivered(Arrivals(own), messages)[-1]
     assert arrived is not None
     for _ in range(2):
-        with exchanged(own, arrived.tensors):
+        with exchanged_values(own, arrived.tensors):
             assert all(torch.equal(own[name], value) for name, value in other.items())
         assert all(torch.equal(own[name], value) for name, value in weights(0.1).items())
 
@@ -190,7 +190,7 @@ def test_an_exchange_needs_no_third_copy_and_crosses_devices(there: bool) -> Non
     own, other = {"w": torch.zeros(3)}, {"w": torch.ones(3)}
     places = own["w"].data_ptr(), other["w"].data_ptr()
     values = {"w": other["w"].as_subclass(Elsewhere)} if there else other
-    with exchanged(own, values):
+    with exchanged_values(own, values):
         assert own["w"].tolist() == [1.0] * 3
         assert own["w"].data_ptr() == places[not there]
         assert not there or other["w"].tolist() == [0.0] * 3
@@ -260,9 +260,9 @@ def test_a_bucket_that_is_not_the_next_one_is_refused_when_it_comes(wrong: str) 
     }
     arrivals = Arrivals(sent)
     for part in parts[:place]:
-        assert arrivals.add(part) is None
+        assert arrivals.add_message(part) is None
     with pytest.raises(WeightsError, match=f"bucket .* came where {place} was expected"):
-        arrivals.add(changed[wrong])
+        arrivals.add_message(changed[wrong])
 
 
 def test_all_ways_of_taking_part_gather_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +272,7 @@ def test_all_ways_of_taking_part_gather_in_the_same_order(monkeypatch: pytest.Mo
     sent, orders = weights(), []
     for take in (
         lambda: publish(3, sent, Wire(), TO_1, lambda digest: None),
-        lambda: attest(sent, sent),
+        lambda: compute_digest(sent, sent),
         lambda: take_part(sent),
     ):
         take()
@@ -301,7 +301,7 @@ def test_buckets_of_two_versions_never_make_one() -> None:
 )
 def test_a_table_mismatch_raises(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
     sent = change(weights())
-    assert table(sent) != table(weights())
+    assert layout_digest(sent) != layout_digest(weights())
     with pytest.raises(WeightsError, match="version 3 do not fit this rank"):
         delivered(Arrivals(weights()), published(sent)[1])
 
@@ -314,7 +314,7 @@ def test_trainers_that_disagree_publish_nothing_that_could_be_adopted() -> None:
 
     with pytest.raises(WeightsError, match="different weights"):
         publish(3, weights(), wire, TO_1, disagree)
-    assert delivered(Arrivals(weights()), wire.sent) == [None] * len(buckets(weights()))
+    assert delivered(Arrivals(weights()), wire.sent) == [None] * len(plan_buckets(weights()))
     assert_equal_digests("0" * 16, 1, 3)  # one trainer agrees with itself
 
 
@@ -381,7 +381,7 @@ def test_slow_link_and_fast_trainer_every_version_arrives_as_it_was_published() 
                     message = rollout.receive(10.0)
                     assert message is not None, "nothing arrived"
                     assert message.kind is MessageKind.WEIGHTS
-                    version = arrivals.add(message)
+                    version = arrivals.add_message(message)
                 adopt(own, version)
                 assert version.number == number
                 assert all(
@@ -417,21 +417,21 @@ def test_what_rollouts_hold_in_16_bit_travels_in_16_bit() -> None:
         assert torch.equal(own[name], value.to(own[name].dtype)), name
     exact = sum(value.numel() * value.element_size() for value in like.values())
     assert exact <= sum(map(len, wire.sent)) < 1.01 * exact + 4096
-    assert version.digest == attest(sent, like)
+    assert version.digest == compute_digest(sent, like)
 
 
 def test_trainers_that_send_nothing_hold_nothing() -> None:
     """The same digest as the sender's, a piece at a time; also of tensors that fill no whole
     piece."""
     sent = weights(0.1, megabytes=40)
-    assert attest(sent, sent) == published(sent)[0].digest
+    assert compute_digest(sent, sent) == published(sent)[0].digest
     large = {"w": torch.zeros(MIB).expand(256, MIB)}  # 1 GiB to look at
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     state, like = (
         {"w": large["w"][:64]},
         {"w": torch.empty(64, MIB, dtype=torch.bfloat16, device="meta")},
     )
-    attest(state, like)
+    compute_digest(state, like)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 << 10, (
         "it grows with the version"
     )
@@ -459,7 +459,7 @@ def test_a_version_crosses_to_each_node_once_and_is_passed_on_inside(
     """Three nodes by their addresses: the trainer with rollout 1, rollouts 2 and 3, rollout 4. A
     rank passes on without being asked to receive. Each connection carries one version, and headers.
     """
-    written, write = Counter[str](), sockets._write
+    written, write = Counter[str](), sockets._write_buffers
 
     def counted(sock: socket.socket, buffers: Any) -> None:
         written[threading.current_thread().name] += sum(len(buffer) for buffer in buffers)
@@ -483,10 +483,10 @@ def test_a_version_crosses_to_each_node_once_and_is_passed_on_inside(
             while version is None:
                 message = links[rank].receive(10.0)
                 assert message is not None, f"nothing came to rank {rank}"
-                version = arrivals.add(message)
+                version = arrivals.add_message(message)
             assert all(torch.equal(version.tensors[name], value) for name, value in sent.items())
         assert sorted(links[2]._outboxes) == [3]
-        size = sum(bucket.size for bucket in buckets(sent))
+        size = sum(bucket.size for bucket in plan_buckets(sent))
         assert set(written) == {f"link-to-{rank}" for rank in (1, 2, 3, 4)}
         assert all(size <= count <= size + 2000 for count in written.values()), (size, written)
     finally:
@@ -506,14 +506,14 @@ def test_a_version_goes_over_the_cable_once_in_the_dtype_of_the_rollouts(lora: A
     randomise_lora(trainer)
     rollout.adapter.only_generate()
     source, like = trainer.adapter.trained_parameters(), trainer.adapter.generating_parameters()
-    size = sum(bucket.size for bucket in buckets(like))
+    size = sum(bucket.size for bucket in plan_buckets(like))
     assert size < 0.6 * sum(4 * value.numel() for value in source.values())
     with two_machines() as (here, there):
         places, ours = (
             [(here, "fd77::1"), (here, "fd77::1"), (there, "fd77::2"), (there, "fd77::2")],
             Handshake(),
         )
-        store = inside(here, lambda: StoreServer(Network().listen("fd77::1"), ours))
+        store = inside(here, lambda: StoreServer(Network().open_listener("fd77::1"), ours))
 
         def join(rank: int, host: str) -> SocketLink:
             control = Control(StoreClient(store.host, store.port, ours), rank, patience=10.0)
@@ -532,7 +532,7 @@ def test_a_version_goes_over_the_cable_once_in_the_dtype_of_the_rollouts(lora: A
                 while version is None:
                     message = link.receive(20.0)
                     assert message is not None
-                    version = arrivals.add(message)
+                    version = arrivals.add_message(message)
                 assert version.digest == made.digest
             sent = bytes_sent(here, "data0") - before
             assert size <= sent <= 1.05 * size + 20_000, f"{sent} bytes for a version of {size}"

@@ -34,7 +34,7 @@ from digenrl.schedule import update_fragments, group_tasks, place_fragment
 from digenrl.schedule.claims import Claim
 from digenrl.settle import with_allocation, with_task_size
 from digenrl.strategy import gradients
-from digenrl.transport.cells import Part, StepBoard, pack
+from digenrl.transport.cells import Part, StepBoard, pack_cells
 from digenrl.types import Trajectory
 
 ALONE = (
@@ -86,9 +86,9 @@ class Loop:
         devices.take_gpu(0)
         self.step = 0
         """RL steps done, which is the version of the weights."""
-        self.policy: Policy = settings.build("model")
-        self.rewards: RewardSuite = settings.build("reward")
-        self.module: PolicyModule = settings.build("algorithm", policy=self.policy)
+        self.policy: Policy = settings.build_group("model")
+        self.rewards: RewardSuite = settings.build_group("reward")
+        self.module: PolicyModule = settings.build_group("algorithm", policy=self.policy)
         # It stands for the Trainer, and the module keeps it by a weak reference alone.
         # A strategy that names the device: for a kind that it does not know, Fabric takes the CPU.
         alone = SingleDeviceStrategy(accelerator.current_device())
@@ -142,7 +142,7 @@ class Loop:
                         f"groups {missing} of RL step {self.step} are not complete: give `train` "
                         "every trajectory that `generate` made in this step."
                     )
-                for batch in board.batches(fragment):
+                for batch in board.micro_batches(fragment):
                     latest = batch.to(self.policy.device)
                     self.module.training_step(latest, 0).backward()
             gradients.scale_grads(
@@ -176,4 +176,4 @@ class Loop:
 def _add_trajectory(board: StepBoard, trajectory: Trajectory) -> None:
     """Put a task on the board as if it had come from another rank."""
     claim = Claim(trajectory.index, rank=0, attempt=0)
-    board.add(Part(pack(trajectory, range(len(trajectory.steps)), claim, seconds=0.0)))
+    board.add_part(Part(pack_cells(trajectory, range(len(trajectory.steps)), claim, seconds=0.0)))

@@ -158,8 +158,8 @@ def sample(
     from digenrl.parts import sampling_spec
     from digenrl.rollout.engine import ode_samples
 
-    policy = composed.settings.build("model")
-    module = composed.settings.build("algorithm", policy=policy)
+    policy = composed.settings.build_group("model")
+    module = composed.settings.build_group("algorithm", policy=policy)
     module.to(accelerator.device_kind())
     if checkpoint is not None:
         restore_module(module, checkpoint)
@@ -196,7 +196,7 @@ def score(
 
     import torch
 
-    from digenrl.rewards.suite import combine
+    from digenrl.rewards.suite import combine_scores
 
     array = np.asarray(media)
     pictures = torch.as_tensor(
@@ -208,7 +208,7 @@ def score(
         suite.check_prompts(asked)
         scores = suite.score(pictures, asked, heldout=heldout)
         return Scored(
-            combine(scores, suite.weights).numpy(),
+            combine_scores(scores, suite.weights).numpy(),
             {name: values.numpy() for name, values in scores.items()},
         )
     finally:

@@ -30,9 +30,9 @@ from digenrl.record.run_dir import (
     append_event,
     append_jsonl,
     own_folder,
-    replaced,
+    atomic_replace,
     unix_time,
-    unwritten,
+    count_unwritten,
 )
 from digenrl.report.page.logged import logged
 from digenrl.report.read_run import JsonlTail
@@ -122,7 +122,7 @@ def save_pictures(path: Path, pictures: Pictures, per_prompt: int) -> None:
     own_folder(path.parent)
     # All trainers wait here: videos would be compressed for minutes, by a quarter.
     save: Any = np.savez_compressed if pictures.media.ndim == 4 else np.savez
-    with replaced(path) as unfinished, unfinished.open("wb") as file:
+    with atomic_replace(path) as unfinished, unfinished.open("wb") as file:
         save(file, **(scores | arrays))
 
 
@@ -311,7 +311,7 @@ class Evaluation(pl.Callback):
         try:
             save_pictures(samples, pictures, self.saved_per_prompt)
         except OSError as error:
-            unwritten(samples, len(pictures.prompts), error)
+            count_unwritten(samples, len(pictures.prompts), error)
         append_jsonl(
             run_dir / METRICS, {"kind": "eval", "rl_step": rl_step, "time": unix_time(), **numbers}
         )

@@ -17,7 +17,7 @@ import wandb
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_warn
 
-from digenrl.record.run_dir import replaced
+from digenrl.record.run_dir import atomic_replace
 from digenrl.record.small_file import read_text
 
 _TROUBLE = (wandb.errors.Error, OSError, TimeoutError)
@@ -49,7 +49,7 @@ def kept_id(folder: Path) -> str:
     new = secrets.token_hex(4)
     with suppress(OSError):  # then a resumed run has another record
         folder.mkdir(parents=True, exist_ok=True)
-        with replaced(file) as unfinished:
+        with atomic_replace(file) as unfinished:
             unfinished.write_text(f"{new}\n", encoding="ascii")
     return new
 

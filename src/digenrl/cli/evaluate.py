@@ -21,14 +21,14 @@ from typing import Any, Literal
 from digenrl import config as configuration
 from digenrl.config.asked_prompts import evaluation_prompts
 from digenrl.config.help import Arguments, RunDirectory, own_command
-from digenrl.config.words import quoted
+from digenrl.config.words import quote_value
 from digenrl.earlier_run import (
     NoCheckpoint,
     changed_run,
     last_checkpoint,
     restore_module,
 )
-from digenrl.rewards.needs import require_weights, unscorable
+from digenrl.rewards.needs import require_weights, unscorable_prompts
 
 RESULT = "eval.json"
 PICTURE = "eval.png"
@@ -59,7 +59,7 @@ def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]
         NoCheckpoint: step=last, but the run has no whole checkpoint.
         ValueError: the run's configuration has no evaluation callback.
     """
-    changes = [*([f"data.heldout={quoted(request.data)}"] if request.data else []), *words]
+    changes = [*([f"data.heldout={quote_value(request.data)}"] if request.data else []), *words]
     composed = changed_run(request.run, changes)
     for note in composed.notes:
         print(note, file=sys.stderr)
@@ -75,9 +75,9 @@ def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]
             "add one"
         )
 
-    require_weights(scoring.node("reward"), settings.callbacks)
+    require_weights(scoring.node_at("reward"), settings.callbacks)
     asked = list(evaluation_prompts(settings))
-    if problems := unscorable(scoring.node("reward"), asked, settings.callbacks, asked):
+    if problems := unscorable_prompts(scoring.node_at("reward"), asked, settings.callbacks, asked):
         raise ValueError("\n".join(problems))
 
     # torch is imported only now, so that a mistyped word is refused at once.
@@ -95,11 +95,11 @@ def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]
         )
     except NoCheckpoint as error:
         raise NoCheckpoint(f"{error}\nstep=base evaluates without one.") from error
-    evaluation: Evaluation = settings.build("callbacks.evaluation")
-    policy = settings.build("model")
-    module = settings.build("algorithm", policy=policy)
+    evaluation: Evaluation = settings.build_group("callbacks.evaluation")
+    policy = settings.build_group("model")
+    module = settings.build_group("algorithm", policy=policy)
     module.to(accelerator.device_kind())
-    rewards = scoring.build("reward")
+    rewards = scoring.build_group("reward")
     drawn = evaluation.drawn
     rewards.check_prompts(drawn.prompts)
     engine = engine_of(settings, module, rewards)

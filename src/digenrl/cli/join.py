@@ -26,7 +26,7 @@ from digenrl.cluster.access import ACCESS, Access
 from digenrl.cluster.signals import StopSignals, ignore_closed_terminal
 from digenrl.config.commands import to_continue
 from digenrl.config.help import Arguments, RunDirectory, own_command
-from digenrl.config.stored import disagreements, identity
+from digenrl.config.stored import find_disagreements, configuration_identity
 from digenrl.launchers.reaching import read_access
 from digenrl.record.run_dir import SUMMARY
 
@@ -76,7 +76,7 @@ def join(request: JoinKeys, words: Sequence[str], signals: StopSignals) -> str:
             f"the run at {asked.place} runs {credentials['code']}, this is {code_version()}: start "
             "the rollout from the same checkout and environment as the run."
         )
-    if different := disagreements(credentials["configuration"], identity(settings.tree)):
+    if different := find_disagreements(credentials["configuration"], configuration_identity(settings.tree)):
         raise ValueError(
             f"{request.run}/config.yaml is not the configuration of the run at {asked.place}: "
             f"{'; '.join(different)}. "
@@ -93,7 +93,7 @@ def join(request: JoinKeys, words: Sequence[str], signals: StopSignals) -> str:
         flush=True,
     )
     try:
-        outcome = joining.join(asked, partial(run.fit_rank, settings, None, advice), signals)
+        outcome = joining.join_run(asked, partial(run.fit_rank, settings, None, advice), signals)
     except (StoreLost, OSError) as error:
         raise Failed(f"the run at {asked.place} has ended ({error}).") from error
     if outcome.status == "failed":

@@ -35,19 +35,19 @@ def _run(words: Sequence[str] | None) -> int:
     name, *rest = [*(sys.argv[1:] if words is None else words)] or ["--help"]
     known = commands()
     if name in ("-h", "--help"):
-        from digenrl.config.help import show
+        from digenrl.config.help import show_page
 
         listed = [f"  {each:<17}{command.does}" for each, command in known.items()]
-        show(
+        show_page(
             "\n".join(
                 [(__doc__ or "").strip(), "", *listed, "", "digenrl COMMAND --help lists its keys."]
             )
         )
         return 0
     if name not in known:
-        from digenrl.config.errors import nearest
+        from digenrl.config.errors import nearest_name
 
-        close = nearest(name, list(known))
+        close = nearest_name(name, list(known))
         hint = f"nearest: {close}." if close else f"there are {', '.join(known)}."
         print(f"digenrl {name}: no such command; {hint}", file=sys.stderr)
         return 2

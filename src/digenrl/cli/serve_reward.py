@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(settings: ServeRewardSettings) -> None:
-    from digenrl.rewards.service import RewardService, ServiceLimits, describe, serve
+    from digenrl.rewards.service import RewardService, ServiceLimits, describe_service, serve_rewards
 
     limits = ServiceLimits(**settings.limits.model_dump())
     suite = reward_suite(settings)
@@ -42,9 +42,9 @@ def _serve(settings: ServeRewardSettings) -> None:
             made.unlink(missing_ok=True)
 
     try:
-        service = RewardService(suite.scorer(_chosen(settings, suite)), limits, token)
-        print(f"serve_reward: {describe(service)}", file=sys.stderr, flush=True)
-        serve(service, settings.host, settings.port, announce, list(settings.hosts), clean)
+        service = RewardService(suite.find_scorer(_chosen(settings, suite)), limits, token)
+        print(f"serve_reward: {describe_service(service)}", file=sys.stderr, flush=True)
+        serve_rewards(service, settings.host, settings.port, announce, list(settings.hosts), clean)
     finally:
         clean()
         suite.close()

@@ -31,7 +31,7 @@ from digenrl.config.errors import ConfigError
 from digenrl.config.help_pages import configuration_help
 from digenrl.config.loading import EXIT_CODE, SWEEP_FLAGS, load, without_flags
 from digenrl.config.shipped import config_directory
-from digenrl.config.words import literal, word
+from digenrl.config.words import quote_path_word, format_word
 from digenrl.record.redact import redact_text
 
 
@@ -42,7 +42,7 @@ def expand(argv: Sequence[str], config_name: str = "train") -> tuple[Path, list[
     Raises:
         ConfigError: the words cannot be parsed, or their common part cannot be composed.
     """
-    words = [literal(word) for word in argv if word not in SWEEP_FLAGS]
+    words = [quote_path_word(word) for word in argv if word not in SWEEP_FLAGS]
     single = [word for word in words if not _is_sweep(word)]
     config, problems = compose_words(
         [word for word in single if not word.startswith("resume=")], config_name
@@ -124,7 +124,7 @@ class _Signals(StopSignals):
     """Process of the job in progress."""
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        super()._handle(number, frame)
+        super()._handle_signal(number, frame)
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
 
@@ -169,7 +169,7 @@ def _refuse_bad(jobs: Sequence[SweepJob], config_name: str) -> None:
 
 def _run(job: SweepJob, program: Sequence[str], stop: _Signals) -> None:
     """Run one job to its end and fill in its result."""
-    command = [sys.executable, "-m", *program, *job.words, word("hydra.run.dir", job.run_dir)]
+    command = [sys.executable, "-m", *program, *job.words, format_word("hydra.run.dir", job.run_dir)]
     began = time.monotonic()
     with job.log.open("wb") as log:
         # In a group of its own: Ctrl-C reaches it through `stop` alone, once.

@@ -28,7 +28,7 @@ from digenrl.record.run_dir import (
     UNWRITTEN,
     Row,
     event_files,
-    printable,
+    printable_text,
 )
 from digenrl.record.stored_yaml import read_plain
 from digenrl.report.read_run import JsonlTail, append_step, is_number
@@ -189,4 +189,4 @@ def told(event: Row) -> str:
     )
     cause = event.get("cause")
     said = f"{when}{str(event.get('kind')).replace('_', ' ')} {rest}".rstrip()
-    return printable(said if cause is None else f"{said}: {cause}")
+    return printable_text(said if cause is None else f"{said}: {cause}")

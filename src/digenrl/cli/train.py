@@ -52,15 +52,15 @@ def train(words: list[str], signals: StopSignals) -> int:
         from digenrl.record import run_lock
 
     try:
-        prepared = job.prepare(composed, choose_advisor())
-        run_dir, outcome = start.launch(prepared, signals, Display)
+        prepared = job.prepare_job(composed, choose_advisor())
+        run_dir, outcome = start.launch_job(prepared, signals, Display)
     except job.NotStarted as refusal:
-        run_lock.release(composed.run_dir)
-        return refusal.said()
+        run_lock.release_run(composed.run_dir)
+        return refusal.print_cause()
     if prepared.reports:
         # The report is finished, unless it is asked for twice.
         signals.leave_after(1, 1, str(run_dir))
-        ending.report(run_dir, outcome, prepared.composed.settings)
+        ending.report_end(run_dir, outcome, prepared.composed.settings)
         print(run_dir, flush=True)
     if prepared.place is not None and outcome.status == "failed":
         # This process was a rank. Its process groups are still open, and their destructors may wait

@@ -39,7 +39,7 @@ class StoredClaims:
 
     def replace_owner(self, version: int, position: int, old: Owner | None, new: Owner) -> bool:
         return self._control.compare_set(
-            _owner_key(version, position), "" if old is None else _text(old), _text(new)
+            _owner_key(version, position), "" if old is None else _join_fields(old), _join_fields(new)
         )
 
     def forget_task(self, version: int, position: int) -> None:
@@ -71,9 +71,9 @@ def note_version(control: Control, version: int) -> None:
     control.set("version", str(version))
 
 
-def announce(control: Control, rank: int, work: Work | None) -> None:
+def announce_work(control: Control, rank: int, work: Work | None) -> None:
     """Publish what `rank` does now. None means that the rank takes no more tasks."""
-    control.set(f"work/{rank}", "" if work is None else _text(work))
+    control.set(f"work/{rank}", "" if work is None else _join_fields(work))
 
 
 def work_of(control: Control, ranks: Iterable[int]) -> dict[int, Work | None]:
@@ -84,10 +84,10 @@ def work_of(control: Control, ranks: Iterable[int]) -> dict[int, Work | None]:
     if joined:
         later = [int(rank) for rank in joined.split()]
         ranks, texts = ranks + later, texts + control.get_all([f"work/{rank}" for rank in later])
-    return {rank: _work(text) if text else None for rank, text in zip(ranks, texts, strict=True)}
+    return {rank: _parse_work(text) if text else None for rank, text in zip(ranks, texts, strict=True)}
 
 
-def _work(text: str) -> Work:
+def _parse_work(text: str) -> Work:
     version, seconds, step, group, until = text.split(":")
     return Work(int(version), float(seconds), int(step), int(group), float(until))
 
@@ -96,5 +96,5 @@ def _owner_key(version: int, position: int) -> str:
     return f"owner/v{version}/{position}"
 
 
-def _text(values: Owner | Work) -> str:
+def _join_fields(values: Owner | Work) -> str:
     return ":".join(repr(value) for value in values)

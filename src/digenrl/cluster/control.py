@@ -45,7 +45,7 @@ class Control:
     def compare_set(self, key: str, expected: str, desired: str) -> bool:
         """Set `key` to `desired` if its value is `expected` ("" = nobody has set it): atomic.
         Return whether it was set."""
-        return self.store.swap(key, expected, desired)
+        return self.store.compare_and_swap(key, expected, desired)
 
     def delete(self, key: str) -> None:
         self.store.delete_key(key)
@@ -60,9 +60,9 @@ class Control:
 
     def get_all(self, keys: Sequence[str]) -> list[str | None]:
         """Return the values of `keys` at one moment, None for each key that nobody has set."""
-        return [None if value is None else value.decode() for value in self.store.read(keys)]
+        return [None if value is None else value.decode() for value in self.store.read_values(keys)]
 
-    def join(self, rank: int) -> None:
+    def add_joined_rank(self, rank: int) -> None:
         """Add `rank`, which joined the running run, to the rollouts."""
         # Several ranks may join at once: try again with the new list until no other rank came in
         # between.
@@ -71,11 +71,11 @@ class Control:
         ):
             pass
 
-    def joined(self) -> list[int]:
+    def joined_ranks(self) -> list[int]:
         """Return the ranks that joined after the run had begun, including those that are gone."""
         return [int(rank) for rank in (self.get("joined") or "").split()]
 
-    def lose(self, rank: int) -> None:
+    def mark_lost(self, rank: int) -> None:
         """Mark `rank` as gone, and delete what it announced. Only the process that hosts the store
         may call this."""
         self.set(f"work/{rank}", "")
@@ -85,7 +85,7 @@ class Control:
         """Return the ranks that died or left while the run went on."""
         return frozenset(int(rank) for rank in (self.get("lost") or "").split())
 
-    def survivors(self, ranks: Iterable[int]) -> list[int]:
+    def surviving_ranks(self, ranks: Iterable[int]) -> list[int]:
         """Return the members of `ranks`, and the ranks that joined, that are not lost."""
         joined, lost = ((text or "").split() for text in self.get_all(["joined", "lost"]))
         return [rank for rank in (*ranks, *map(int, joined)) if str(rank) not in lost]
@@ -99,7 +99,7 @@ class Control:
         """
         deadline = time.monotonic() + seconds
         while not (lost := rank in self.lost_ranks()) and time.monotonic() < deadline:
-            self.check()
+            self.check_abort()
             time.sleep(0.05)
         return lost
 
@@ -113,7 +113,7 @@ class Control:
         deadline = time.monotonic() + self._patience
         pause = 0.001
         while (value := self.get(key)) is None:
-            self.check()
+            self.check_abort()
             if rank is not None and rank in self.lost_ranks():
                 raise PeerLost(f"rank {rank} is lost: {what} will not come.")
             if time.monotonic() > deadline:
@@ -124,7 +124,7 @@ class Control:
             pause = min(0.05, 2 * pause)
         return value
 
-    def check(self, *keys: str) -> list[str | None]:
+    def check_abort(self, *keys: str) -> list[str | None]:
         """Return the values of `keys`, as `get_all`.
 
         Raises:
@@ -140,7 +140,7 @@ class Control:
             raise Aborted(f"rank {self._rank} stops: {cause}")
         return values
 
-    def abort(self, cause: str) -> None:
+    def abort_run(self, cause: str) -> None:
         """Tell every rank to stop because of `cause`. A cause that was published earlier stays."""
         self.compare_set("abort", "", cause)
 
@@ -155,7 +155,7 @@ class Control:
             while self.get("abort") is None and time.monotonic() < deadline:
                 time.sleep(0.05)
 
-    def report(self, fatal: bool, error: BaseException, has_log: bool = True) -> None:
+    def report_error(self, fatal: bool, error: BaseException, has_log: bool = True) -> None:
         """Publish this rank's error for the launcher. `fatal` aborts the run, because no run goes
         on without a trainer. `has_log`: whether the rank writes a log of its own."""
         cause = f"raised {type(error).__name__}: {error}"
@@ -164,7 +164,7 @@ class Control:
         try:
             self.set(f"cause/{self._rank}", cause)
             if fatal:
-                self.abort(f"rank {self._rank} (trainer) {cause}")
+                self.abort_run(f"rank {self._rank} (trainer) {cause}")
         except StoreLost:
             print(
                 f"rank {self._rank} {cause}; the control store is gone, so is the launcher",

@@ -69,7 +69,7 @@ class Handshake:
         while True:
             sock = socket.create_connection((host, port), timeout=self.connect_s)
             try:
-                self._ask(sock, purpose, self.rank if rank is None else rank, deadline)
+                self._exchange_proofs(sock, purpose, self.rank if rank is None else rank, deadline)
             except (EOFError, ConnectionResetError) as error:  # strangers pushed it out: once more
                 sock.close()
                 if time.monotonic() > deadline:
@@ -86,19 +86,19 @@ class Handshake:
                 end_when_unreachable(sock)
                 return sock
 
-    def _ask(self, sock: socket.socket, purpose: str, rank: int, deadline: float) -> None:
+    def _exchange_proofs(self, sock: socket.socket, purpose: str, rank: int, deadline: float) -> None:
         hello = _HELLO.pack(_MAGIC, rank, secrets.token_bytes(_NONCE_BYTES))
         sock.sendall(hello)
-        nonce, proof = _read(sock, _NONCE_BYTES, deadline), _read(sock, _PROOF_BYTES, deadline)
-        if not hmac.compare_digest(proof, self._proof(b"l", hello, nonce, purpose)):
+        nonce, proof = _read_exactly(sock, _NONCE_BYTES, deadline), _read_exactly(sock, _PROOF_BYTES, deadline)
+        if not hmac.compare_digest(proof, self._handshake_proof(b"l", hello, nonce, purpose)):
             host, port = sock.getpeername()[:2]
             raise NotOfThisRun(
                 f"who listens at {host}:{port} does not hold this run's token: no rank of this run."
             )
-        sock.sendall(self._proof(b"c", hello, nonce, purpose))
-        _read(sock, len(_WELCOME), deadline)
+        sock.sendall(self._handshake_proof(b"c", hello, nonce, purpose))
+        _read_exactly(sock, len(_WELCOME), deadline)
 
-    def admit(self, sock: socket.socket, purpose: str) -> int | None:
+    def authenticate_peer(self, sock: socket.socket, purpose: str) -> int | None:
         """Return the rank of the peer of an accepted connection once the peer has proved itself;
         None if it does not.
 
@@ -106,22 +106,22 @@ class Handshake:
         """
         deadline = time.monotonic() + self.seconds
         try:
-            hello = _read(sock, _HELLO.size, deadline)
+            hello = _read_exactly(sock, _HELLO.size, deadline)
             magic, rank, _ = _HELLO.unpack(hello)
             if magic != _MAGIC:
                 return None
             nonce = secrets.token_bytes(_NONCE_BYTES)
-            sock.sendall(nonce + self._proof(b"l", hello, nonce, purpose))
-            proof = _read(sock, _PROOF_BYTES, deadline)
+            sock.sendall(nonce + self._handshake_proof(b"l", hello, nonce, purpose))
+            proof = _read_exactly(sock, _PROOF_BYTES, deadline)
         except (OSError, EOFError):
             return None
         return (
             int(rank)
-            if hmac.compare_digest(proof, self._proof(b"c", hello, nonce, purpose))
+            if hmac.compare_digest(proof, self._handshake_proof(b"c", hello, nonce, purpose))
             else None
         )
 
-    def _proof(self, end: bytes, hello: bytes, nonce: bytes, purpose: str) -> bytes:
+    def _handshake_proof(self, end: bytes, hello: bytes, nonce: bytes, purpose: str) -> bytes:
         return hmac.digest(self.token.encode(), end + hello + nonce + purpose.encode(), "sha256")
 
 
@@ -148,7 +148,7 @@ class AuthenticatedListener:
         self._waiting: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
         self._closed = False
-        threading.Thread(target=self._accept, name=f"accept {purpose}", daemon=True).start()
+        threading.Thread(target=self._accept_connections, name=f"accept {purpose}", daemon=True).start()
 
     def close(self) -> None:
         """Accept no further connection; established ones stay open. Idempotent."""
@@ -157,7 +157,7 @@ class AuthenticatedListener:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
         self._listener.close()
 
-    def _accept(self) -> None:
+    def _accept_connections(self) -> None:
         while not self._closed:
             try:
                 sock, _ = self._listener.accept()
@@ -176,12 +176,12 @@ class AuthenticatedListener:
                         oldest.shutdown(socket.SHUT_RDWR)
                 self._waiting[sock] = None
             threading.Thread(
-                target=self._authenticate, args=(sock,), name=self._purpose, daemon=True
+                target=self._authenticate_connection, args=(sock,), name=self._purpose, daemon=True
             ).start()
 
-    def _authenticate(self, sock: socket.socket) -> None:
+    def _authenticate_connection(self, sock: socket.socket) -> None:
         with sock:
-            rank = self._handshake.admit(sock, self._purpose)
+            rank = self._handshake.authenticate_peer(sock, self._purpose)
             with self._lock:
                 # The connection may have been pushed out just as its proof arrived; it is already
                 # shut down then.
@@ -197,7 +197,7 @@ class AuthenticatedListener:
             self._welcome(sock, rank)
 
 
-def _read(sock: socket.socket, size: int, deadline: float) -> bytes:
+def _read_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
     """Return exactly `size` bytes, all received before `deadline`. A peer that sends single bytes
     gains no time.
 

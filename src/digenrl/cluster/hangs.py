@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from digenrl.cluster.limits import Limits
-from digenrl.cluster.timers import BEAT_EVERY_S, ConditionTimer, remedy
+from digenrl.cluster.timers import BEAT_EVERY_S, ConditionTimer, suggest_raising
 from digenrl.record.progress import OUTSIDE, Stretch
 
 _FIRST = 2.0
@@ -26,7 +26,7 @@ class HangDetector:
         """Stage -> seconds that the longest stretch so far, on any rank, allows all ranks."""
         self._all_wait = ConditionTimer(2.0 * BEAT_EVERY_S)
 
-    def hanging(self, doing: Mapping[int, Sequence[Stretch]]) -> dict[int, str]:
+    def find_hanging_ranks(self, doing: Mapping[int, Sequence[Stretch]]) -> dict[int, str]:
         """Return the ranks that hang, each with the cause. Call this every second with what the
         threads of every rank do."""
         if self._limits.stage_factor is None:
@@ -50,15 +50,15 @@ class HangDetector:
         for (rank, thread), stretch in self._last.items():
             timer = self._lasted.setdefault((rank, thread), ConditionTimer(2.0 * BEAT_EVERY_S))
             seconds = timer.observe(last.get((rank, thread)) == stretch)
-            limit, key = self._limit(stretch)
+            limit, key = self._stretch_limit(stretch)
             if seconds > limit and not stretch.waits:
                 found.setdefault(
                     rank,
-                    f"hangs in {_named(stretch)}: no progress for {seconds:.0f} s; {remedy(key)}",
+                    f"hangs in {_describe_stretch(stretch)}: no progress for {seconds:.0f} s; {suggest_raising(key)}",
                 )
         # In a collective, who is late cannot be told from those that wait for it.
         also = {rank: [f"rank {other}" for other in found if other != rank] for rank in found}
-        found = {rank: f"{cause}{_also(also[rank])}" for rank, cause in found.items()}
+        found = {rank: f"{cause}{_mention_others(also[rank])}" for rank, cause in found.items()}
         waiting = all(doing.values()) and all(stretch.waits for stretch in self._last.values())
         if self._all_wait.observe(waiting and self._last == last) > self._limits.stage_floor_s:
             waits = ", ".join(
@@ -67,11 +67,11 @@ class HangDetector:
             found.setdefault(
                 min(doing),
                 f"hangs, as all ranks wait for each other ({waits}): nobody has been at work "
-                f"for {self._all_wait.seconds:.0f} s; {remedy('limits.stage_floor_s')}",
+                f"for {self._all_wait.seconds:.0f} s; {suggest_raising('limits.stage_floor_s')}",
             )
         return found
 
-    def _limit(self, stretch: Stretch) -> tuple[float, str]:
+    def _stretch_limit(self, stretch: Stretch) -> tuple[float, str]:
         """Return the seconds that a stretch may take, and the key that sets them."""
         limits = self._limits
         if not stretch.known or stretch.stage == OUTSIDE:
@@ -80,7 +80,7 @@ class HangDetector:
         return max((limits.stage_floor_s, "limits.stage_floor_s"), (grown, "limits.stage_factor"))
 
 
-def _named(stretch: Stretch) -> str:
+def _describe_stretch(stretch: Stretch) -> str:
     """Return a stretch in words: its stage, and its thread if that is not the main one."""
     stage = (
         f"stage {stretch.stage}"
@@ -90,5 +90,5 @@ def _named(stretch: Stretch) -> str:
     return stage if stretch.thread == "main" else f"{stage} (thread {stretch.thread})"
 
 
-def _also(others: Sequence[str]) -> str:
+def _mention_others(others: Sequence[str]) -> str:
     return f"; {', '.join(others)} too" if others else ""

@@ -120,7 +120,7 @@ class Launcher(Protocol):
         """Context that reserves machines for the ranks and gives the function that starts a rank
         there; None: ranks are forked."""
 
-    def check(self) -> None:
+    def check_devices(self) -> None:
         """Refuse a run whose ranks cannot have their devices, or cannot reach this process.
 
         Raises:
@@ -187,7 +187,7 @@ def check_open_files(ranks: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def launch(spec: Launch) -> RunOutcome:
+def launch_ranks(spec: Launch) -> RunOutcome:
     """Start every rank, watch the ranks to the end, and return how the run ended. No process of the
     run is left behind.
 
@@ -198,8 +198,8 @@ def launch(spec: Launch) -> RunOutcome:
     # earlier run's store there would end threads that do not exist in the rank, and kill it. So
     # collect now, and let a child collect nothing that it was born with.
     gc.collect()
-    host = spec.network.address(lambda: spec.host)
-    listener = spec.network.listen(host)
+    host = spec.network.interface_address(lambda: spec.host)
+    listener = spec.network.open_listener(host)
     monitor, port = (
         LauncherMonitor(spec.on_orphaned, spec.limits.suspended_s),
         listener.getsockname()[1],
@@ -209,7 +209,7 @@ def launch(spec: Launch) -> RunOutcome:
     ranks: dict[int, RankProcess] = {}
     with spec.signals, ExitStack() as ended:
         try:
-            start: Start = partial(fork_rank, forget=partial(_forget, monitor, listener))
+            start: Start = partial(fork_rank, forget=partial(_close_inherited, monitor, listener))
             if spec.places is not None:
                 start = ended.enter_context(spec.places())
                 ended.enter_context(
@@ -231,13 +231,13 @@ def launch(spec: Launch) -> RunOutcome:
             door = open_door(spec.run_dir, host, port, spec.handshake.token, epoch)
             ended.callback(door.unlink, missing_ok=True)
             members = Members(control, server, spec, spec.run_dir, spec.limits, ranks)
-            outcome = _Watch(spec, ranks, control, members).run()
+            outcome = _Watch(spec, ranks, control, members).watch_ranks()
         except PlacementError as error:
             outcome = RunOutcome("failed", str(error), 1)
         except Exception as error:
             outcome = _own_failure(error, logs)
         finally:
-            _kill(ranks, spec.limits)
+            _kill_ranks(ranks, spec.limits)
         try:
             spec.on_end()
         except Exception as error:
@@ -255,7 +255,7 @@ def _own_failure(error: Exception, logs: Path) -> RunOutcome:
     )
 
 
-def _forget(monitor: LauncherMonitor, listener: socket.socket) -> None:
+def _close_inherited(monitor: LauncherMonitor, listener: socket.socket) -> None:
     monitor.close_in_rank()
     listener.close()
 
@@ -266,14 +266,14 @@ def fork_rank(
     """Start a rank as a child of this process. In the child, `forget` closes what the rank must not
     inherit."""
     process = multiprocessing.get_context("fork").Process(
-        target=_child, args=(rank_main, world, session, os.getpid(), forget)
+        target=_run_forked_rank, args=(rank_main, world, session, os.getpid(), forget)
     )
     with signals_blocked():
         process.start()
     return process
 
 
-def _child(
+def _run_forked_rank(
     rank_main: RankMain,
     world: World,
     session: Session,
@@ -287,7 +287,7 @@ def _child(
     if os.getppid() != launcher:
         os._exit(1)
     forget()
-    run_lock.forget()
+    run_lock.close_inherited()
     os._exit(
         run_rank(rank_main, world, session)
     )  # interpreter shutdown would wait for threads that wait for peers
@@ -298,7 +298,7 @@ def run_rank(rank_main: RankMain, world: World, session: Session) -> int:
     to the launcher."""
     log = session.run_dir / LOGS / f"rank-{world.rank:03d}.log"
     keep_memory()
-    session.network.announce(session.host)
+    session.network.announce_interface(session.host)
     sys.stdout.flush()
     sys.stderr.flush()
     file = open_log(log)
@@ -318,7 +318,7 @@ def run_rank(rank_main: RankMain, world: World, session: Session) -> int:
     except BaseException as error:
         traceback.print_exc()
         with suppress(StoreLost):  # the launcher is gone, and sees no cause
-            Control(StoreClient(*session.store), world.rank).report(world.is_trainer, error)
+            Control(StoreClient(*session.store), world.rank).report_error(world.is_trainer, error)
         code = 1
     session.over.set()
     sys.stdout.flush()
@@ -333,11 +333,11 @@ def mask_secrets() -> None:
     streams stay the same objects, because logging handlers hold references to them.
     """
     for stream in (sys.stdout, sys.stderr):
-        stream.write = partial(_print, stream.write)  # type: ignore[method-assign]
+        stream.write = partial(_print_redacted, stream.write)  # type: ignore[method-assign]
         stream.flush = partial(_or_nothing, stream.flush)  # type: ignore[method-assign]
 
 
-def _print(write: Callable[[str], int], text: str) -> int:
+def _print_redacted(write: Callable[[str], int], text: str) -> int:
     _or_nothing(partial(write, redact_text(text)))
     return len(text)
 
@@ -385,7 +385,7 @@ class _Watch:
         pids = {rank: process.pid for rank, process in ranks.items()}
         self._heartbeats = HeartbeatMonitor(control, pids, spec.limits)
 
-    def run(self) -> RunOutcome:
+    def watch_ranks(self) -> RunOutcome:
         """Watch until every rank process has exited, and return how the run ended."""
         while True:
             codes = {rank: process.exitcode for rank, process in self._ranks.items()}
@@ -415,12 +415,12 @@ class _Watch:
                     return RunOutcome("stopped", cause, EXIT_STOPPED)
                 return self._outcome
             watched = [] if self._members.waiting else [*alive, *self._members.joined_elsewhere]
-            for rank, cause in self._heartbeats.unresponsive(watched).items():
+            for rank, cause in self._heartbeats.find_unresponsive(watched).items():
                 if rank in alive:
                     self._suspects[rank] = cause
                     alive[rank].kill()
                 else:
-                    self._fail(self._members.gone(rank, cause))
+                    self._fail_run(self._members.remove_rollout(rank, cause))
             self._obey_signals()
             if self._outcome.status != "completed" and alive.keys().isdisjoint(
                 range(self._spec.trainers)
@@ -434,12 +434,12 @@ class _Watch:
                 )  # trainers drop the step, save the version before it, and leave
                 self._kill_at(time.monotonic() + self._spec.stop_save_s)
             if time.monotonic() > self._deadline and not self._killed:
-                self._kill()
-            self._spec.on_tick(self._states)
+                self._kill_remaining()
+            self._spec.on_tick(self._rank_states)
             # Returns early when a rank exits, so a death is seen at once and not 0.2 s later.
             connection.wait([process.sentinel for process in alive.values()], timeout=0.2)
 
-    def _states(self) -> dict[int, str]:
+    def _rank_states(self) -> dict[int, str]:
         return {
             rank: "lost" if rank in self._dead else self._control.get(f"state/{rank}") or "starting"
             for rank in self._ranks
@@ -452,16 +452,16 @@ class _Watch:
             return
         # A rank killed by a signal could not speak: its peers' lost connections come second.
         for rank, code in sorted(dead.items(), key=lambda item: (item[1] > 0, item[0])):
-            cause = self._suspects.get(rank) or self._death(rank, code)
+            cause = self._suspects.get(rank) or self._describe_death(rank, code)
             if cause is None:
-                return self._fail(
-                    self._control.get("abort") or f"{self._name(rank)} exited with code {code}"
+                return self._fail_run(
+                    self._control.get("abort") or f"{self._rank_name(rank)} exited with code {code}"
                 )
             if rank < self._spec.trainers:
-                return self._fail(f"{self._name(rank)} {cause}")
-            self._fail(self._members.gone(rank, cause))
+                return self._fail_run(f"{self._rank_name(rank)} {cause}")
+            self._fail_run(self._members.remove_rollout(rank, cause))
 
-    def _death(self, rank: int, code: int) -> str | None:
+    def _describe_death(self, rank: int, code: int) -> str | None:
         """Return how a dead rank ended ("was killed by ...", "raised ..."); None if it exited only
         because the run was over."""
         if code < 0 and self._ranks[rank].pid is None:
@@ -487,15 +487,15 @@ class _Watch:
         """Handle rollouts that have just `left`, ask to leave or joined. End the run when too few
         remain."""
         for rank in left & self._members.leaving:
-            self._fail(self._members.gone(rank, "left"))
-        self._fail(self._members.watch())
+            self._fail_run(self._members.remove_rollout(rank, "left"))
+        self._fail_run(self._members.check_joined_rollouts())
         if (
             self._outcome.status != "completed" or self._signals.count
         ):  # a stop: nobody leaves before the others
             return
         if number := self._members.grant_leaves():
             self._control.set("signal", str(number))
-        if (cause := self._members.abandoned()) is not None:
+        if (cause := self._members.check_enough_rollouts()) is not None:
             self._outcome = RunOutcome("failed", cause, 1, died=not self._members.last_one_left)
             self._give_up(0.0)
 
@@ -506,17 +506,17 @@ class _Watch:
         if (
             self._control.get("first_step") is None
         ):  # nothing has been trained, so nothing can be lost
-            return self._kill()
+            return self._kill_remaining()
         self._give_up_at = time.monotonic() + grace
 
-    def _fail(self, cause: str | None) -> None:
+    def _fail_run(self, cause: str | None) -> None:
         """End the run because of `cause`, the first one. None changes nothing."""
         if cause is not None and self._outcome.status != "failed":
             self._outcome.died = (
                 self._outcome.status == "completed" and self._control.get("stop") is None
             )
             self._outcome.status, self._outcome.cause, self._outcome.exit_code = "failed", cause, 1
-            self._control.abort(cause)
+            self._control.abort_run(cause)
             self._kill_at(time.monotonic() + self._spec.limits.abort_s)
 
     def _obey_signals(self) -> None:
@@ -540,7 +540,7 @@ class _Watch:
     def _kill_at(self, deadline: float) -> None:
         self._deadline = min(self._deadline, deadline)
 
-    def _kill(self) -> None:
+    def _kill_remaining(self) -> None:
         """Kill every rank that still runs."""
         training = any(self._ranks[rank].exitcode is None for rank in range(self._spec.trainers))
         if (
@@ -552,13 +552,13 @@ class _Watch:
                 f"{self._outcome.cause}; the trainers had not saved when they were killed"
             )
         self._killed = True
-        _kill(self._ranks, self._spec.limits)
+        _kill_ranks(self._ranks, self._spec.limits)
 
-    def _name(self, rank: int) -> str:
+    def _rank_name(self, rank: int) -> str:
         return f"rank {rank} ({World(rank, self._spec.trainers, self._spec.rollouts).role})"
 
 
-def _kill(ranks: dict[int, RankProcess], limits: Limits) -> None:
+def _kill_ranks(ranks: dict[int, RankProcess], limits: Limits) -> None:
     for process in ranks.values():
         if process.exitcode is None:
             process.kill()

@@ -50,7 +50,7 @@ class Leaving:
         self._timer = ConditionTimer(2.0 * BEAT_EVERY_S)
         self._cause: str | None = None
 
-    def observe(self, cause: str | None, control: Control | None = None) -> None:
+    def leave_when_overdue(self, cause: str | None, control: Control | None = None) -> None:
         """Take notice that the run is over because of `cause` (None: it goes on), and leave if it
         has been over for too long. The first cause stays.
 
@@ -60,10 +60,10 @@ class Leaving:
         self._cause = self._cause or cause
         over_s = self._timer.observe(self._cause is not None)
         if self._cause is not None and over_s > self._limit and not self._session.over.is_set():
-            self._leave(self._cause, control)
+            self._leave_run(self._cause, control)
 
-    def _leave(self, cause: str, control: Control | None) -> None:
-        def speak() -> None:
+    def _leave_run(self, cause: str, control: Control | None) -> None:
+        def report_last_words() -> None:
             rank, said = self._world.rank, self._session.progress.said
             faulthandler.dump_traceback(2)
             told = f"rank {rank} ({self._world.role}) is still in stage {said}, {self._limit:g} s "
@@ -77,7 +77,7 @@ class Leaving:
                     control.set(f"left/{rank}", "1")
             self._last_words(cause)
 
-        speaker = threading.Thread(target=speak, name="last-words", daemon=True)
+        speaker = threading.Thread(target=report_last_words, name="last-words", daemon=True)
         speaker.start()
         speaker.join(_LAST_WORDS_S)
         os._exit(1)

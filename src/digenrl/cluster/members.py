@@ -96,12 +96,12 @@ class Members:
     @property
     def rollouts(self) -> list[int]:
         """Rollouts that are neither lost nor gone."""
-        return self._control.survivors(self._first)
+        return self._control.surviving_ranks(self._first)
 
     @property
     def joined_elsewhere(self) -> list[int]:
         """Rollouts that joined and whose processes this machine does not see."""
-        return [rank for rank in self._control.survivors(()) if rank not in self._local]
+        return [rank for rank in self._control.surviving_ranks(()) if rank not in self._local]
 
     @property
     def leaving(self) -> set[int]:
@@ -113,14 +113,14 @@ class Members:
         """Whether the run has no rollout left and waits for one to join."""
         return self._alone_since is not None and not self.rollouts
 
-    def name(self, rank: int) -> str:
+    def rank_name(self, rank: int) -> str:
         """Return the name of a rank in messages."""
         return f"rank {rank} ({'trainer' if rank < self._terms.trainers else 'rollout'})"
 
-    def watch(self) -> str | None:
+    def check_joined_rollouts(self) -> str | None:
         """Check the rollouts that joined; called several times per second. Return why the run
         cannot go on, or None."""
-        watched, connected = self.joined_elsewhere, self._server.connected()
+        watched, connected = self.joined_elsewhere, self._server.connected_ranks()
         beats = self._control.get_all([watch_key(rank) for rank in watched])
         for rank, beat in zip(watched, beats, strict=True):
             if rank not in self._known:
@@ -134,9 +134,9 @@ class Members:
                     self._control.get(end_key(rank))
                     or "ended without a word: its connections closed"
                 )
-                refusal = self.gone(rank, cause)
+                refusal = self.remove_rollout(rank, cause)
             elif silent > self._limits.absent_s:
-                refusal = self.gone(
+                refusal = self.remove_rollout(
                     rank,
                     f"stopped responding (its machine gave no sign of life for {silent:.0f} s)",
                     machine_lost=True,
@@ -145,7 +145,7 @@ class Members:
                 return refusal
         return None
 
-    def gone(self, rank: int, cause: str, machine_lost: bool = False) -> str | None:
+    def remove_rollout(self, rank: int, cause: str, machine_lost: bool = False) -> str | None:
         """Give back the tasks of a rollout that is gone. Return why the run cannot go on without
         it, or None.
 
@@ -155,19 +155,19 @@ class Members:
         left = rank in self._granted and self._control.get(f"left/{rank}") is not None
         # First of all: a rank that only seems dead must not finish a task that somebody else is
         # given.
-        self._server.exclude(rank)
+        self._server.exclude_rank(rank)
         said, claims = (
             self._control.get(f"cause/{rank}"),
             Claims(StoredClaims(self._control), rank=-1),
         )
         cause = f"left: {self._granted[rank]}" if left else said or cause
-        self._last_cause, self._hopeless = f"{self.name(rank)} {cause}", said is not None
+        self._last_cause, self._hopeless = f"{self.rank_name(rank)} {cause}", said is not None
         self.last_one_left = left
         if not left and self._losses == self._terms.max_lost:
             return self._last_cause
         self._losses += not left
         # Marked before its tasks are gathered: `Claims.give` relies on this order.
-        self._control.lose(rank)
+        self._control.mark_lost(rank)
         try:
             tasks = (
                 claims.offer_released_tasks(rank)
@@ -200,10 +200,10 @@ class Members:
         """Wait at most `seconds` after the run's end until the joined ranks have closed their
         connections to the store."""
         deadline = time.monotonic() + seconds
-        while self._server.connected() and time.monotonic() < deadline:
+        while self._server.connected_ranks() and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def abandoned(self) -> str | None:
+    def check_enough_rollouts(self) -> str | None:
         """Return why a run with too few rollouts ends, once it has waited long enough for others;
         None: it goes on."""
         there, fewest = len(self.rollouts), self._terms.fewest

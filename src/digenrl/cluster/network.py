@@ -27,7 +27,7 @@ class Network:
     ports: Sequence[int] | None = None
     """First and last port; None: any free port."""
 
-    def check(self, listeners: int) -> None:
+    def check_listeners(self, listeners: int) -> None:
         """Check that this machine has the interface and enough ports for `listeners` (stores and
         ranks that listen here).
 
@@ -35,8 +35,8 @@ class Network:
             ValueError: there is no such interface, it has no address, or there are fewer ports than
                 listeners.
         """
-        self.address(str)
-        if self.ports is not None and (count := len(self._range())) < listeners:
+        self.interface_address(str)
+        if self.ports is not None and (count := len(self._port_range())) < listeners:
             first = self.ports[0]
             raise ValueError(
                 f"network.ports = {list(self.ports)}: {count} ports, but {listeners} are needed on "
@@ -46,7 +46,7 @@ class Network:
                 "network.ports=null for any free ones."
             )
 
-    def address(self, otherwise: Callable[[], str]) -> str:
+    def interface_address(self, otherwise: Callable[[], str]) -> str:
         """Return the interface's address, IPv4 if it has one; the result of `otherwise` when no
         interface is configured. It is asked only then: a machine without a route outwards may
         still have the interface.
@@ -57,7 +57,7 @@ class Network:
         """
         if self.interface is None:
             return otherwise()
-        found = _addresses()
+        found = _interface_addresses()
         if not found.get(self.interface):
             known = ", ".join(f"{name} ({', '.join(found[name])})" for name in found if found[name])
             lack = "has no address" if self.interface in found else "does not exist"
@@ -69,14 +69,14 @@ class Network:
             )
         return found[self.interface][0]
 
-    def listen(self, host: str) -> socket.socket:
+    def open_listener(self, host: str) -> socket.socket:
         """Open a listener on `host`, at a free port of the range.
 
         Raises:
             OSError: every port of the range is taken, or `host` is no address of this machine.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        for port in self._range():
+        for port in self._port_range():
             try:
                 return socket.create_server((host, port), family=family, backlog=4096)
             except OSError as error:
@@ -89,7 +89,7 @@ class Network:
             "it (ss -ltnp), or set network.ports=null for any free one",
         )
 
-    def announce(self, host: str) -> None:
+    def announce_interface(self, host: str) -> None:
         """Tell gloo and NCCL which interface to use in this process: the configured one.
 
         Without one, only gloo is told the interface that has `host`. Its own guess would follow the
@@ -106,9 +106,9 @@ class Network:
     def interface_of(self, host: str) -> str | None:
         """Return the name of this machine's interface with the address `host`; None: no interface
         has it."""
-        return next((name for name, addresses in _addresses().items() if host in addresses), None)
+        return next((name for name, addresses in _interface_addresses().items() if host in addresses), None)
 
-    def _range(self) -> Sequence[int]:
+    def _port_range(self) -> Sequence[int]:
         return [0] if self.ports is None else range(self.ports[0], self.ports[1] + 1)
 
 
@@ -116,7 +116,7 @@ ANY_NETWORK = Network()
 """Any interface, any ports."""
 
 
-def _addresses() -> dict[str, list[str]]:
+def _interface_addresses() -> dict[str, list[str]]:
     """Return interface -> its addresses that other machines can use without naming an interface of
     theirs; IPv4 first."""
     found: dict[str, list[str]] = {}

@@ -30,7 +30,7 @@ class Restarts:
     def _deaths(self) -> int:
         return sum(len(causes) for causes in self._causes.values())
 
-    def refuse(self, cause: str, began: int, finished: int) -> str | None:
+    def refuse_restart(self, cause: str, began: int, finished: int) -> str | None:
         """Count a death. Return why the run ends with it, or None if the run starts again.
 
         Args:

@@ -118,7 +118,7 @@ class StopSignals:
     def __enter__(self) -> Self:
         self._old = [
             *getattr(self, "_old", []),
-            {number: signal.signal(number, self._handle) for number in handled_signals()},
+            {number: signal.signal(number, self._handle_signal) for number in handled_signals()},
         ]
         return self
 
@@ -126,7 +126,7 @@ class StopSignals:
         for number, handler in self._old.pop().items():
             signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if (now := time.monotonic()) < self._at + _ONE_REQUEST_S:
             return
         self._at, self.count, self.number = now, self.count + 1, self.number or number
@@ -147,7 +147,7 @@ def ignore_closed_terminal() -> None:
     """Discard output to a terminal that is gone, or to a pipe that nobody reads, instead of
     failing."""
 
-    def attempt(descriptor: int, call: Callable[..., object], *args: object) -> Any:
+    def attempt_call(descriptor: int, call: Callable[..., object], *args: object) -> Any:
         try:
             return call(*args)
         except OSError:
@@ -158,4 +158,4 @@ def ignore_closed_terminal() -> None:
         if stream is None:  # it was closed when the process began
             continue
         for name in ("write", "flush"):
-            setattr(stream, name, partial(attempt, descriptor, getattr(stream, name)))
+            setattr(stream, name, partial(attempt_call, descriptor, getattr(stream, name)))

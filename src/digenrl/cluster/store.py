@@ -48,18 +48,18 @@ class StoreServer:
         self._open: defaultdict[int, list[socket.socket]] = defaultdict(list)
         """rank -> its connections. Connections without a rank are not kept."""
         self._out: set[int] = set()
-        self._acceptor = AuthenticatedListener(listener, handshake, _PURPOSE, self._serve)
+        self._acceptor = AuthenticatedListener(listener, handshake, _PURPOSE, self._serve_connection)
 
     def close(self) -> None:
         """Accept no further connection. Idempotent."""
         self._acceptor.close()
 
-    def connected(self) -> set[int]:
+    def connected_ranks(self) -> set[int]:
         """Return the ranks that named themselves and have an open connection."""
         with self._lock:
             return {rank for rank, sockets in self._open.items() if sockets}
 
-    def exclude(self, rank: int) -> None:
+    def exclude_rank(self, rank: int) -> None:
         """Answer no request of `rank` from now on, and close its connections."""
         with self._lock:
             self._out.add(rank)
@@ -67,22 +67,22 @@ class StoreServer:
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
 
-    def _serve(self, sock: socket.socket, rank: int) -> None:
+    def _serve_connection(self, sock: socket.socket, rank: int) -> None:
         frames = _Frames(sock)
         with self._lock:
             if rank >= 0:
                 self._open[rank].append(sock)
         try:
             while True:
-                request = frames.receive()
+                request = frames.receive_frame()
                 with self._lock:
                     # Under the same lock as `exclude`: no request takes effect after that call has
                     # returned.
                     if rank in self._out:
                         return
-                    answer = self._answer(*request)
+                    answer = self._answer_request(*request)
                 # Outside of the lock, so that a slow peer does not hold up the others.
-                frames.send(*answer)
+                frames.send_frame(*answer)
         except (OSError, EOFError):  # the rank has ended
             return
         finally:
@@ -90,7 +90,7 @@ class StoreServer:
                 if rank >= 0:
                     self._open[rank].remove(sock)
 
-    def _answer(self, name: bytes, *fields: bytes) -> Sequence[bytes]:
+    def _answer_request(self, name: bytes, *fields: bytes) -> Sequence[bytes]:
         values = self._values
         match name, *fields:
             case b"get", *keys:
@@ -130,32 +130,32 @@ class StoreClient(dist.Store):
         self._frames = _Frames(self._socket, looks=max(1, round(handshake.answer_s / _LOOK_S)))
         self._lock = threading.Lock()
 
-    def read(self, keys: Sequence[str]) -> list[bytes | None]:
+    def read_values(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the values of `keys`, None for each key that nobody has set."""
-        found = self._ask(b"get", *(key.encode() for key in keys))
+        found = self._send_request(b"get", *(key.encode() for key in keys))
         return [value[len(_PRESENT) :] if value else None for value in found]
 
-    def swap(self, key: str, expected: str, desired: str) -> bool:
+    def compare_and_swap(self, key: str, expected: str, desired: str) -> bool:
         """Set `key` to `desired` if it holds `expected` ("" = nobody has set it): atomic."""
-        return self._ask(b"swap", key.encode(), expected.encode(), desired.encode())[0] == _PRESENT
+        return self._send_request(b"swap", key.encode(), expected.encode(), desired.encode())[0] == _PRESENT
 
     # ---- what process groups use
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask(b"set", key.encode(), value.encode() if isinstance(value, str) else value)
+        self._send_request(b"set", key.encode(), value.encode() if isinstance(value, str) else value)
 
     def add(self, key: str, value: int) -> int:
-        return int(self._ask(b"add", key.encode(), b"%d" % value)[0])
+        return int(self._send_request(b"add", key.encode(), b"%d" % value)[0])
 
     def delete_key(self, key: str) -> bool:
-        return self._ask(b"delete", key.encode())[0] == _PRESENT
+        return self._send_request(b"delete", key.encode())[0] == _PRESENT
 
     def check(self, keys: list[str]) -> bool:
-        return None not in self.read(keys)
+        return None not in self.read_values(keys)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        (value,) = self.read([key])
+        (value,) = self.read_values([key])
         return value or b""
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -171,11 +171,11 @@ class StoreClient(dist.Store):
         """Return this client, which threads may share."""
         return self
 
-    def _ask(self, *request: bytes) -> list[bytes]:
+    def _send_request(self, *request: bytes) -> list[bytes]:
         with self._lock:
             try:
-                self._frames.send(*request)
-                return self._frames.receive()
+                self._frames.send_frame(*request)
+                return self._frames.receive_frame()
             except (OSError, EOFError) as error:
                 self._socket.close()  # an answer that comes too late would be the next call's
                 raise StoreLost(f"the store does not answer any more: {error}") from error
@@ -197,18 +197,18 @@ class _Frames:
             limit = struct.pack("ll", _LOOK_S, 0)  # struct timeval
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
-    def send(self, *fields: bytes) -> None:
+    def send_frame(self, *fields: bytes) -> None:
         body = b"".join(len(field).to_bytes(_SIZE_BYTES) + field for field in fields)
         self._sock.sendall(len(body).to_bytes(_SIZE_BYTES) + body)
 
-    def receive(self) -> list[bytes]:
+    def receive_frame(self) -> list[bytes]:
         """Return the fields of the next frame.
 
         Raises:
             EOFError: the peer has closed the connection.
             TimeoutError: the peer is silent for longer than it may be.
         """
-        body = self._take(int.from_bytes(self._take(_SIZE_BYTES)))
+        body = self._take_bytes(int.from_bytes(self._take_bytes(_SIZE_BYTES)))
         fields, start = [], 0
         while start < len(body):
             size = int.from_bytes(body[start : start + _SIZE_BYTES])
@@ -216,7 +216,7 @@ class _Frames:
             fields.append(body[start - size : start])
         return fields
 
-    def _take(self, size: int) -> bytes:
+    def _take_bytes(self, size: int) -> bytes:
         while len(self._rest) < size:
             piece = self._receive_some()
             if not piece:

@@ -23,6 +23,6 @@ class ConditionTimer:
         return self.seconds
 
 
-def remedy(key: str) -> str:
+def suggest_raising(key: str) -> str:
     """Return what helps a rank that only needs longer than `key` allows."""
     return f"raise {key} if it only needs longer"

@@ -41,7 +41,7 @@ from digenrl.cluster.leaving import Leaving
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.signals import LEAVES, STOPS, signals_blocked, wait_for_request
 from digenrl.cluster.store import StoreClient, StoreLost
-from digenrl.cluster.timers import BEAT_EVERY_S, ConditionTimer, remedy
+from digenrl.cluster.timers import BEAT_EVERY_S, ConditionTimer, suggest_raising
 from digenrl.cluster.world import Session, World
 from digenrl.record.progress import Progress, Stretch
 
@@ -108,7 +108,7 @@ def start_heartbeat(session: Session, world: World, leaving: Leaving | None = No
     rank, leaves = world.rank, () if world.is_trainer else STOPS if world.joined else LEAVES
     leaving = leaving or Leaving(session, world)
 
-    def run() -> None:
+    def send_heartbeats() -> None:
         count, pause, done = 0, BEAT_EVERY_S, False
         try:
             # A connection of its own: a call of the main thread may block its client for long.
@@ -116,12 +116,12 @@ def start_heartbeat(session: Session, world: World, leaving: Leaving | None = No
             while not session.over.is_set():
                 abort, ended, leave = control.get_all(["abort", "done", f"leave/{rank}"])
                 done = done or ended is not None
-                leaving.observe(abort, control)
+                leaving.leave_when_overdue(abort, control)
                 count += 1
-                doing = [astuple(stretch) for stretch in session.progress.now()]
+                doing = [astuple(stretch) for stretch in session.progress.current_stretches()]
                 control.set(heartbeat_key(rank), json.dumps([count, doing]))
                 control.set(f"state/{rank}", session.progress.said)
-                if any((told := facts(session.progress)).values()):
+                if any((told := process_facts(session.progress)).values()):
                     control.set(facts_key(rank), json.dumps(told))
                 if leaves and leave is not None:
                     session.leave.set()
@@ -134,10 +134,10 @@ def start_heartbeat(session: Session, world: World, leaving: Leaving | None = No
         except StoreLost as error:
             cause = f"rank {rank} lost the control store: its process or machine is gone ({error})"
             while not (done or session.over.is_set()):  # a run that is done closes its store
-                leaving.observe(cause)
+                leaving.leave_when_overdue(cause)
                 time.sleep(BEAT_EVERY_S)
 
-    threading.Thread(target=run, name=f"heartbeat-{rank}", daemon=True).start()
+    threading.Thread(target=send_heartbeats, name=f"heartbeat-{rank}", daemon=True).start()
 
 
 def watch_key(rank: int) -> str:
@@ -145,7 +145,7 @@ def watch_key(rank: int) -> str:
     return f"watch/{rank}"
 
 
-def facts(progress: Progress) -> dict[str, Any]:
+def process_facts(progress: Progress) -> dict[str, Any]:
     """Return `peak_gib` of this process (`Progress.peaks`), and how many `graphs` torch.compile has
     made in it."""
     gib = {stage: round(held / 2**30, 4) for stage, held in sorted(dict(progress.peaks).items())}
@@ -180,7 +180,7 @@ class HeartbeatMonitor:
         self._hangs = HangDetector(limits)
         self._next = 0.0
 
-    def unresponsive(self, ranks: list[int]) -> dict[int, str]:
+    def find_unresponsive(self, ranks: list[int]) -> dict[int, str]:
         """Return those of the living `ranks` that no longer respond or hang, each with the
         cause."""
         found: dict[int, str] = {}
@@ -205,12 +205,12 @@ class HeartbeatMonitor:
             said = f"stopped responding (it gave no sign of life for {limit:g} s)"
             if pid is None and beat is None:
                 limit, key = self._limits.join_s, "limits.join_s"
-                said = f"has not joined (no sign of life for {limit:g} s; {remedy(key)})"
+                said = f"has not joined (no sign of life for {limit:g} s; {suggest_raising(key)})"
             if self._silent[rank].observe(self._seen.get(rank) == sign) > limit:
                 found.setdefault(rank, said)
             self._seen[rank] = sign
-            doing[rank] = _stretches(beat)
-        hanging = self._hangs.hanging(doing)
+            doing[rank] = _parse_stretches(beat)
+        hanging = self._hangs.find_hanging_ranks(doing)
         self._ask_for_stacks([rank for rank in hanging if rank not in found])
         told = {
             rank: "; its log has the stacks of its threads"
@@ -228,7 +228,7 @@ class HeartbeatMonitor:
             time.sleep(_STACKS_S)
 
 
-def _stretches(beat: str | None) -> list[Stretch]:
+def _parse_stretches(beat: str | None) -> list[Stretch]:
     """Return what a heartbeat says about the rank's threads; nothing before the first one."""
     said = json.loads(beat or "0")
     return [Stretch(*fields) for fields in said[1]] if isinstance(said, list) else []
@@ -256,7 +256,7 @@ class LauncherMonitor:
         self._suspended_s, self._name = suspended_s, name
         self._read, self._write = os.pipe()
         context = multiprocessing.get_context("fork")
-        self._process = context.Process(target=self._watch, args=(os.getpid(), on_death))
+        self._process = context.Process(target=self._watch_launcher, args=(os.getpid(), on_death))
         with signals_blocked():
             self._process.start()
         os.close(self._read)
@@ -275,7 +275,7 @@ class LauncherMonitor:
         self._process.kill()  # somebody suspended the monitor
         self._process.join()
 
-    def _watch(self, launcher: int, on_death: Callable[[str], None]) -> None:
+    def _watch_launcher(self, launcher: int, on_death: Callable[[str], None]) -> None:
         gc.freeze()  # as a rank (`launch`)
         os.close(self._write)
         suspended = ConditionTimer(2 * _CHECK_S)

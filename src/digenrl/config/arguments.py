@@ -8,8 +8,8 @@ import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 
-from digenrl.config.errors import listing, nearest
-from digenrl.config.removed import reason
+from digenrl.config.errors import list_names, nearest_name
+from digenrl.config.removed import removal_reason
 
 _READ = ("digenrl", "reward_models", "lightning")
 """Packages whose source is read."""
@@ -30,27 +30,27 @@ def argument_problems(where: str, path: str, target: str, node: Mapping[str, obj
     source = _module_file(module)
     if source is None:
         parent, child = module.rpartition(".")[::2]
-        close = nearest(child, _submodules(parent))
+        close = nearest_name(child, _list_submodules(parent))
         hint = f"; nearest: {parent}.{close}" if close else ""
         return [f"{where} = {target}: there is no module {module}{hint}."]
-    found = _find(module, name)
+    found = _find_definition(module, name)
     if found is None:
-        known = _names(source)
-        close = nearest(name, known)
-        hint = f"nearest: {module}.{close}" if close else f"it has {listing(known)}"
+        known = _public_names(source)
+        close = nearest_name(name, known)
+        hint = f"nearest: {module}.{close}" if close else f"it has {list_names(known)}"
         return [f"{where} = {target}: {module} defines no {name}; {hint}."]
     home, definition = found
     if isinstance(definition, ast.FunctionDef) and target.partition(".")[0] != "lightning":
         return [f"{where} = {target}: {name} is a function; a component is a class."]
-    accepted = _arguments(home, definition)
+    accepted = _accepted_arguments(home, definition)
     if accepted is None:
         return []
     problems = []
     for key in node:
         if key not in accepted and key not in _HYDRA_KEYS:
-            close = nearest(str(key), accepted)
-            hint = f"nearest: {path}.{close}" if close else f"it takes {listing(accepted)}"
-            if (why := reason(f"{path}.{key}", node[key])) is not None:
+            close = nearest_name(str(key), accepted)
+            hint = f"nearest: {path}.{close}" if close else f"it takes {list_names(accepted)}"
+            if (why := removal_reason(f"{path}.{key}", node[key])) is not None:
                 hint = f"it was removed: {why}"
             problems.append(f"{path}.{key}: {name} takes no such argument; {hint}.")
     return problems
@@ -79,7 +79,7 @@ def _module_file(module: str) -> Path | None:
     return next((file for file in candidates if file.is_file()), None)
 
 
-def _submodules(module: str) -> list[str]:
+def _list_submodules(module: str) -> list[str]:
     if not module or (directory := _package_directory(module.partition(".")[0])) is None:
         return []
     folder = directory.joinpath(*module.split(".")[1:])
@@ -91,36 +91,36 @@ def _submodules(module: str) -> list[str]:
 
 
 @functools.cache
-def _body(source: Path) -> tuple[ast.stmt, ...]:
+def _parse_body(source: Path) -> tuple[ast.stmt, ...]:
     return tuple(ast.parse(source.read_text(encoding="utf-8")).body)
 
 
-def _names(source: Path) -> list[str]:
+def _public_names(source: Path) -> list[str]:
     return [
         item.name
-        for item in _body(source)
+        for item in _parse_body(source)
         if isinstance(item, _Definition) and not item.name.startswith("_")
     ]
 
 
-def _find(module: str, name: str, depth: int = 0) -> tuple[str, _Definition] | None:
+def _find_definition(module: str, name: str, depth: int = 0) -> tuple[str, _Definition] | None:
     """Return the definition of `name` in `module`, following absolute imports from the same
     top-level package, and the module where it stands."""
     source = _module_file(module)
     if source is None or depth > 4:
         return None
-    for item in _body(source):
+    for item in _parse_body(source):
         if isinstance(item, _Definition) and item.name == name:
             return module, item
         if isinstance(item, ast.ImportFrom) and item.module and not item.level:
             for alias in item.names:
                 same = item.module.partition(".")[0] == module.partition(".")[0]
                 if same and (alias.asname or alias.name) == name:
-                    return _find(item.module, alias.name, depth + 1)
+                    return _find_definition(item.module, alias.name, depth + 1)
     return None
 
 
-def _parameters(function: ast.FunctionDef) -> tuple[str, ...]:
+def _parameter_names(function: ast.FunctionDef) -> tuple[str, ...]:
     """Return the names that a function takes, without those that its **kwargs may hold."""
     arguments = function.args
     each = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
@@ -131,25 +131,25 @@ def _passes_on(function: ast.FunctionDef) -> bool:
     """Whether a constructor hands its **kwargs to that of its base, and uses them nowhere else."""
     kwargs = function.args.kwarg
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-    handed = [_uses(call, kwargs) for call in calls if ast.unparse(call.func) == "super().__init__"]
-    return sum(handed) == _uses(function, kwargs) > 0
+    handed = [_count_uses(call, kwargs) for call in calls if ast.unparse(call.func) == "super().__init__"]
+    return sum(handed) == _count_uses(function, kwargs) > 0
 
 
-def _uses(node: ast.AST, name: ast.arg | None) -> int:
+def _count_uses(node: ast.AST, name: ast.arg | None) -> int:
     """Return how often `node` reads the variable `name`."""
     read = (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
     return 0 if name is None else list(read).count(name.arg)
 
 
-def _arguments(module: str, definition: _Definition, depth: int = 0) -> tuple[str, ...] | None:
+def _accepted_arguments(module: str, definition: _Definition, depth: int = 0) -> tuple[str, ...] | None:
     """Return the names that the constructor (or function) accepts; None = not knowable from its
     source."""
     if isinstance(definition, ast.FunctionDef):
-        return None if definition.args.kwarg else _parameters(definition)
+        return None if definition.args.kwarg else _parameter_names(definition)
     inherited: list[str] = []
     for item in definition.body:
         if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-            given = _parameters(item)[1:]
+            given = _parameter_names(item)[1:]
             if item.args.kwarg is None:
                 return given
             if not _passes_on(item):
@@ -158,9 +158,9 @@ def _arguments(module: str, definition: _Definition, depth: int = 0) -> tuple[st
     if depth > 4:
         return None
     for base in definition.bases:
-        found = _find(module, base.id) if isinstance(base, ast.Name) else None
+        found = _find_definition(module, base.id) if isinstance(base, ast.Name) else None
         if found is not None:
-            names = _arguments(*found, depth + 1)
+            names = _accepted_arguments(*found, depth + 1)
             if names is None:
                 return None
             inherited += names

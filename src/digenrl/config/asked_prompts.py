@@ -13,7 +13,7 @@ Placed = tuple[str, prompts.Prompt]
 
 def training_prompts(settings: Settings) -> Iterator[Placed]:
     """Yield the prompts that are trained."""
-    yield from _placed("data.prompts", settings.data.prompts)
+    yield from _placed_prompts("data.prompts", settings.data.prompts)
 
 
 def evaluation_prompts(settings: Settings) -> Iterator[Placed]:
@@ -26,14 +26,14 @@ def evaluation_prompts(settings: Settings) -> Iterator[Placed]:
         if (files := evaluation.get(key)) is not None:
             own = {"data.heldout": settings.data.heldout, "data.prompts": settings.data.prompts}
             key = source if files == own[source] else f"callbacks.evaluation.{key}"
-            for number, placed in enumerate(_placed(key, files)):
+            for number, placed in enumerate(_placed_prompts(key, files)):
                 if number == evaluation.get("max_prompts"):
                     break
                 yield placed
             return
 
 
-def _placed(key: str, files: object) -> Iterator[Placed]:
+def _placed_prompts(key: str, files: object) -> Iterator[Placed]:
     for name, _ in prompts.sources(files):  # type: ignore[arg-type]
         file = prompts.read(name)
         for line, prompt in zip(file.lines, file.prompts, strict=True):

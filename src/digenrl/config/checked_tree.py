@@ -9,7 +9,7 @@ from typing import Any, Self
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
-from digenrl.config.copies import plain, refer
+from digenrl.config.copies import resolved_plain, link_copies
 from digenrl.config.targets import instantiate
 
 
@@ -34,9 +34,9 @@ class Open(Closed):
         """Return the value of a key, or `default` where the YAML lacks it. For keys that only the
         constructor knows; attributes have the others."""
         extra = self.model_extra or {}
-        return extra[key] if key in extra else getattr(self, key) if self.holds(key) else default
+        return extra[key] if key in extra else getattr(self, key) if self.holds_key(key) else default
 
-    def holds(self, key: str) -> bool:
+    def holds_key(self, key: str) -> bool:
         """Return whether the YAML has the key, which may be null."""
         return key in self.model_fields_set or key in (self.model_extra or {})
 
@@ -63,7 +63,7 @@ class Whole(Closed):
     _tree: DictConfig = PrivateAttr()
 
     @classmethod
-    def of(cls, tree: Mapping[str, object] | DictConfig) -> Self:
+    def from_tree(cls, tree: Mapping[str, object] | DictConfig) -> Self:
         """Return the settings of a resolved tree that passed every check."""
         config = tree if isinstance(tree, DictConfig) else OmegaConf.create(dict(tree))
         OmegaConf.set_readonly(config, True)
@@ -76,12 +76,12 @@ class Whole(Closed):
         """The same keys as a read-only tree, as config.yaml stores them."""
         return self._tree
 
-    def plain(self) -> dict[str, Any]:
+    def as_plain(self) -> dict[str, Any]:
         """Return a copy of the tree as dicts and lists."""
         tree: Any = OmegaConf.to_container(self._tree)
         return dict(tree)
 
-    def node(self, group: str) -> Any:
+    def node_at(self, group: str) -> Any:
         """Return the tree below a dotted key, as a component's constructor takes it.
 
         Raises:
@@ -92,18 +92,18 @@ class Whole(Closed):
             raise KeyError(f"{group}: no such key in the settings")
         return found
 
-    def build(self, group: str, *arguments: object, **named: object) -> Any:
+    def build_group(self, group: str, *arguments: object, **named: object) -> Any:
         """Return the object that the group at a dotted key describes: `algorithm`,
         `algorithm.advantage`, `callbacks.evaluation`. Arguments and errors are those of
         `config.instantiate`."""
-        return instantiate(self.node(group), *arguments, **named)
+        return instantiate(self.node_at(group), *arguments, **named)
 
-    def changed(self, values: Mapping[str, object]) -> Self:
+    def with_values(self, values: Mapping[str, object]) -> Self:
         """Return these settings with other values, dotted key -> value. Copies of a key follow."""
-        config = OmegaConf.create(self.plain())
-        refer(config)
+        config = OmegaConf.create(self.as_plain())
+        link_copies(config)
         tree: Any = OmegaConf.to_container(config, resolve=False)
         for key, value in values.items():
             *groups, leaf = key.split(".")
             functools.reduce(lambda node, name: node[name], groups, tree)[leaf] = value
-        return type(self).of(plain(OmegaConf.create(tree)))
+        return type(self).from_tree(resolved_plain(OmegaConf.create(tree)))

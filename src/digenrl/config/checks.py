@@ -15,8 +15,8 @@ from digenrl.config.command_settings import schema_of
 from digenrl.config.compose import KnownKeys
 from digenrl.config.relations import relation_problems
 from digenrl.config.settings import DERIVED_TRAINER_KEYS
-from digenrl.config.targets import nodes, target_problems
-from digenrl.config.validation import problems_by_key, shown
+from digenrl.config.targets import walk_nodes, target_problems
+from digenrl.config.validation import problems_by_key, show_value
 from digenrl.images import ImageLimits
 from digenrl.record.redact import MASK, is_secret_name, redact_text
 from digenrl.schedule import groups_of_step
@@ -40,7 +40,7 @@ def problems_of(
         known: keys from which "nearest valid key" is chosen.
         allow: further packages that targets may name.
     """
-    wrong = problems_by_key(schema_of(config_name), tree, known.unknown)
+    wrong = problems_by_key(schema_of(config_name), tree, known.unknown_message)
     wrong = {key: text for key, text in wrong.items() if key not in unresolved} | unresolved
     return [
         *wrong.values(),
@@ -52,42 +52,42 @@ def problems_of(
     ]
 
 
-def resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
+def resolve_tree(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
     """Return `config` as plain dicts and lists with resolved interpolations, and path -> problem of
     the leaves left out."""
     problems: dict[str, str] = {}
 
-    def leaf(parent: DictConfig | ListConfig, key: Any, path: str) -> Any:
+    def resolve_leaf(parent: DictConfig | ListConfig, key: Any, path: str) -> Any:
         try:
             if OmegaConf.is_missing(parent, key):
                 problems[path] = f"{path}: a value is required; set {path}=..."
                 return _ABSENT
-            return node(parent[key], path)
+            return resolve_node(parent[key], path)
         except OmegaConfBaseException as error:
             problems[path] = (
                 f"{path}: cannot be resolved ({redact_text(str(error).splitlines()[0])})."
             )
             return _ABSENT
 
-    def node(value: object, path: str) -> Any:
+    def resolve_node(value: object, path: str) -> Any:
         if isinstance(value, DictConfig):
             names = [str(key) for key in value]
-            items = {name: leaf(value, name, f"{path}.{name}" if path else name) for name in names}
+            items = {name: resolve_leaf(value, name, f"{path}.{name}" if path else name) for name in names}
             return {name: item for name, item in items.items() if item is not _ABSENT}
         if isinstance(value, ListConfig):
             return [
                 item
                 for i in range(len(value))
-                if (item := leaf(value, i, f"{path}[{i}]")) is not _ABSENT
+                if (item := resolve_leaf(value, i, f"{path}[{i}]")) is not _ABSENT
             ]
         return value
 
-    return node(config, ""), problems
+    return resolve_node(config, ""), problems
 
 
 def _leaf_problems(tree: Mapping[str, object], reported: Collection[str]) -> Iterator[str]:
     """Return problems that a leaf anywhere can have: a number that is not finite, and a secret."""
-    for path, value in nodes(tree):
+    for path, value in walk_nodes(tree):
         if (
             isinstance(value, float)
             and not math.isfinite(value)
@@ -108,7 +108,7 @@ def _leaf_problems(tree: Mapping[str, object], reported: Collection[str]) -> Ite
             r"DIGENRL_\w+", str(value)
         ):
             yield (
-                f"{path} = {shown(value)}: a reward is sent variables named DIGENRL_... only, so "
+                f"{path} = {show_value(value)}: a reward is sent variables named DIGENRL_... only, so "
                 "that no configuration can ask for another secret; put its token into one of those."
             )
         elif isinstance(value, str) and MASK in value:
@@ -122,7 +122,7 @@ def _trainer_problems(tree: Mapping[str, Any]) -> Iterator[str]:
     trainer = tree["trainer"] if isinstance(tree.get("trainer"), Mapping) else {}
     for key, remedy in DERIVED_TRAINER_KEYS.items():
         if key in trainer:
-            yield f"trainer.{key} = {shown(trainer[key])}: is derived; {remedy}."
+            yield f"trainer.{key} = {show_value(trainer[key])}: is derived; {remedy}."
 
 
 def _prompt_problems(tree: Mapping[str, Any], broken: Collection[str]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from digenrl.config.words import value
+from digenrl.config.words import format_value
 from digenrl.record.run_dir import CONFIG
 
 
@@ -70,5 +70,5 @@ def to_continue(run_dir: Path, *words: str, given: Mapping[str, Any] | None = No
 
     config = read_plain(run_dir / CONFIG) if given is None else given
     lists = {key: config.get(key) or [] for key in ("allow_targets", "confirm_hosts")}
-    repeated = [f"{key}=[{','.join(map(value, names))}]" for key, names in lists.items() if names]
+    repeated = [f"{key}=[{','.join(map(format_value, names))}]" for key, names in lists.items() if names]
     return shell_command("resume", [*repeated, *reaching_words(config), *words], run_dir)

@@ -23,14 +23,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from digenrl import facts
 from digenrl.config.command_settings import schema_of
-from digenrl.config.errors import MOST_SHOWN, ConfigError, listing, nearest
-from digenrl.config.paths import absolute_paths, typed_paths, under
-from digenrl.config.removed import reason
+from digenrl.config.errors import MOST_SHOWN, ConfigError, list_names, nearest_name
+from digenrl.config.paths import absolute_paths, typed_paths, lies_under
+from digenrl.config.removed import removal_reason
 from digenrl.config.settings import DERIVED_TRAINER_KEYS
 from digenrl.config.shipped import config_directory
-from digenrl.config.targets import nodes
+from digenrl.config.targets import walk_nodes
 from digenrl.config.validation import keys_of
-from digenrl.config.words import literal, pasted, quoted
+from digenrl.config.words import quote_path_word, shell_word, quote_value
 from digenrl.record.redact import MASK, is_secret_name, redact_text
 
 VERSION_BASE = "1.3"
@@ -64,7 +64,7 @@ def with_search_path(argv: Sequence[str]) -> list[str]:
     for word in rest:
         flag, is_pair, value = word.partition("=")
         directory = (value if is_pair else next(rest, None)) if flag in _SEARCH_FLAGS else None
-        words.append(word if directory is None else f"{_SEARCH}=[{quoted(directory)}]")
+        words.append(word if directory is None else f"{_SEARCH}=[{quote_value(directory)}]")
     return words
 
 
@@ -103,7 +103,7 @@ def parse_words(words: Sequence[str]) -> Words:
             parsed.problems.append(
                 f"{redact_text(word)}: several values need a sweep; add -m (make sweep). If the "
                 "comma is part of one value, quote the value: "
-                f"{redact_text(pasted(key, word.partition('=')[2]))}."
+                f"{redact_text(shell_word(key, word.partition('=')[2]))}."
             )
         elif key in options:
             value = override.value()
@@ -129,7 +129,7 @@ def read_word(word: str) -> Override:
     """Parse one word, also one that Hydra's grammar refuses although it can only mean one thing: a
     path with letters beyond ASCII, a leading `~`, brackets or quotes."""
     parser = OverridesParser.create()
-    word = literal(word)
+    word = quote_path_word(word)
     try:
         return parser.parse_override(word)
     except HydraException:
@@ -137,7 +137,7 @@ def read_word(word: str) -> Override:
         means_text = not value.isascii() or value.startswith("~/") or key.lstrip("+") in _PATH_KEYS
         if not is_pair or not means_text or value[:1] in "[{'\"":
             raise
-        return parser.parse_override(f"{key}={quoted(value)}")
+        return parser.parse_override(f"{key}={quote_value(value)}")
 
 
 def own_directories(words: Sequence[str]) -> Iterator[Path]:
@@ -170,15 +170,15 @@ def _directory_problems(own: Sequence[Path]) -> Iterator[str]:
 def unknown_option(group: str, option: str, options: Sequence[str]) -> str:
     """Return the message for an option that `group` does not have."""
     holding = [its for its in options if len(option) > 2 and option.lower() in its.lower()]
-    close = ", ".join(holding) or nearest(option, options)
+    close = ", ".join(holding) or nearest_name(option, options)
     hint = f"nearest: {close}. " if close else ""
     return (
         f"{group} = {redact_text(option)}: there is no such {group}; {hint}Available: "
-        f"{listing(options)}."
+        f"{list_names(options)}."
     )
 
 
-def composed(config_name: str, groups: Sequence[str], own: Sequence[Path] = ()) -> DictConfig:
+def compose_config(config_name: str, groups: Sequence[str], own: Sequence[Path] = ()) -> DictConfig:
     """Return Hydra's composition of configs/<config_name>.yaml with the chosen group options,
     `hydra` node included.
 
@@ -188,15 +188,15 @@ def composed(config_name: str, groups: Sequence[str], own: Sequence[Path] = ()) 
     Raises:
         ConfigError: Hydra refused the composition.
     """
-    return copy.deepcopy(_composed(config_name, tuple(groups), tuple(own)))
+    return copy.deepcopy(_compose_cached(config_name, tuple(groups), tuple(own)))
 
 
 # A sweep checks many jobs that differ in values alone; YAML does not change meanwhile.
 @functools.lru_cache(maxsize=16)
-def _composed(config_name: str, groups: tuple[str, ...], own: tuple[Path, ...]) -> DictConfig:
+def _compose_cached(config_name: str, groups: tuple[str, ...], own: tuple[Path, ...]) -> DictConfig:
     GlobalHydra.instance().clear()
     search = (
-        [f"{_SEARCH}=[{','.join(quoted(f'file://{directory}') for directory in own)}]"]
+        [f"{_SEARCH}=[{','.join(quote_value(f'file://{directory}') for directory in own)}]"]
         if own
         else []
     )
@@ -236,18 +236,18 @@ class KnownKeys:
     @functools.cached_property
     def _keys(self) -> list[str]:
         tree = OmegaConf.to_container(self._config, resolve=False)
-        paths = (path for path, _ in nodes(tree) if path and "[" not in path)
+        paths = (path for path, _ in walk_nodes(tree) if path and "[" not in path)
         paths = (path for path in paths if path.partition(".")[0] != "hydra")
         return sorted({*paths, *group_options(config_directory()), *self._schema})
 
-    def unknown(self, key: str, value: object) -> str:
+    def unknown_message(self, key: str, value: object) -> str:
         """Return the message for a key that does not exist: key, value, nearest valid key and the
         values that key may hold."""
         shown = MASK if is_secret_name(key) else redact_text(str(value))
         group, _, leaf = key.partition(".")
         if group == "trainer" and leaf in DERIVED_TRAINER_KEYS:
             return f"{key} = {shown}: is derived; {DERIVED_TRAINER_KEYS[leaf]}."
-        if (why := reason(key, value)) is not None:
+        if (why := removal_reason(key, value)) is not None:
             return f"{key} = {shown}: was removed; {why}."
         if any(name == key or name.startswith(f"{key}.") for name in self._schema):
             return f"{key} = {shown}: nothing sets it here; +{key}=... adds it."
@@ -255,7 +255,7 @@ class KnownKeys:
         if self._asked > MOST_SHOWN:  # a stored file may hold thousands
             return f"{key} = {shown}: no such key."
         known = [name for name in self._keys if name != key and not name.startswith(f"{key}.")]
-        close = nearest(key, known)
+        close = nearest_name(key, known)
         if close is not None:
             allowed = f", allowed: {self._schema[close].allowed}" if close in self._schema else ""
             return f"{key} = {shown}: no such key; nearest: {close}{allowed}."
@@ -266,10 +266,10 @@ class KnownKeys:
             k.removeprefix(f"{parent}.") for k in known if not parent or k.startswith(f"{parent}.")
         ]
         siblings = {name.partition(".")[0] for name in inside}
-        return f"{key} = {shown}: no such key; {parent or 'the top level'} has {listing(siblings)}."
+        return f"{key} = {shown}: no such key; {parent or 'the top level'} has {list_names(siblings)}."
 
 
-def _exists(tree: object, key: str) -> bool:
+def _key_exists(tree: object, key: str) -> bool:
     for part in re.split(r"\.|\[|\]\.?", key):
         if part == "":
             continue
@@ -293,8 +293,8 @@ def apply_values(config: DictConfig, values: Sequence[Override], config_name: st
     problems: list[str] = []
     for override in values:
         key, value = override.key_or_group, override.value()
-        if not (override.is_add() or override.is_force_add() or _exists(tree, key)):
-            problems.append(known.unknown(key, "" if override.is_delete() else value))
+        if not (override.is_add() or override.is_force_add() or _key_exists(tree, key)):
+            problems.append(known.unknown_message(key, "" if override.is_delete() else value))
             continue
         try:
             with open_dict(config):
@@ -318,7 +318,7 @@ def compose_words(words: Sequence[str], config_name: str) -> tuple[DictConfig, l
     """
     parsed = parse_words(words)
     try:
-        config = composed(config_name, [str(word.input_line) for word in parsed.groups], parsed.own)
+        config = compose_config(config_name, [str(word.input_line) for word in parsed.groups], parsed.own)
     except ConfigError as error:
         raise ConfigError([*parsed.problems, *error.problems]) from error
     problems = [*parsed.problems, *apply_values(config, parsed.values, config_name)]
@@ -347,5 +347,5 @@ def _place_paths(tree: DictConfig, config_name: str, keys: Sequence[str] | None 
     for path, found in absolute_paths(plain, config_name):
         # A key with dots in its name has no dotted path that leads back to it.
         known = OmegaConf.select(tree, path, default=None) is not None
-        if known and (keys is None or under(path, keys)):
+        if known and (keys is None or lies_under(path, keys)):
             OmegaConf.update(tree, path, found)

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from digenrl.config.targets import nodes
+from digenrl.config.targets import walk_nodes
 
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(?P<key>\.*[\w.\[\]-]+)(?:,[^{}]*)?\}")
 _NOTHING = object()
@@ -28,25 +28,25 @@ def copies_of(tree: DictConfig) -> dict[str, str]:
     {'b.c': 'a'}
     """
     found = {}
-    for path, value in nodes(OmegaConf.to_container(tree, resolve=False)):
+    for path, value in walk_nodes(OmegaConf.to_container(tree, resolve=False)):
         reference = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
         if reference is None:
             continue
         source = _from_root(path, reference["key"])
         # A key with dots in its name has no dotted path that leads back to it.
-        if _NOTHING not in (_value(tree, path), _value(tree, source)):
+        if _NOTHING not in (_value_at(tree, path), _value_at(tree, source)):
             found[path] = source
     return found
 
 
-def _value(tree: DictConfig, key: str) -> object:
+def _value_at(tree: DictConfig, key: str) -> object:
     try:
         return OmegaConf.select(tree, key, default=_NOTHING)
     except OmegaConfBaseException:  # said when the tree is resolved
         return _NOTHING
 
 
-def refer(tree: DictConfig, copies: Mapping[str, object] | None = None) -> None:
+def link_copies(tree: DictConfig, copies: Mapping[str, object] | None = None) -> None:
     """Make every copy in `tree` a reference to its source, in place, where both hold one value.
 
     Args:
@@ -56,12 +56,12 @@ def refer(tree: DictConfig, copies: Mapping[str, object] | None = None) -> None:
     for copy, source in named.items() if isinstance(named, Mapping) else ():
         if not (isinstance(copy, str) and isinstance(source, str)):
             continue  # the schema refuses it, as it refuses `copies` that are no mapping
-        values = [_value(tree, key) for key in (copy, source)]
+        values = [_value_at(tree, key) for key in (copy, source)]
         if _NOTHING not in values and values[0] == values[1]:
             OmegaConf.update(tree, copy, f"${{{source}}}", merge=False)
 
 
-def plain(tree: DictConfig) -> dict[str, Any]:
+def resolved_plain(tree: DictConfig) -> dict[str, Any]:
     """Return a tree as dicts and lists, every reference resolved."""
     found: Any = OmegaConf.to_container(tree, resolve=True)
     return dict(found)

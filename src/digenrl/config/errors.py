@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-from digenrl.record.run_dir import printable
+from digenrl.record.run_dir import printable_text
 
 MOST_SHOWN = 100
 """Most problems of one error, and most names to which the nearest one is looked for."""
@@ -17,7 +17,7 @@ class ConfigError(Exception):
 
     def __init__(self, problems: Sequence[str]) -> None:
         # Keys, values and names come from anywhere; a terminal must obey nothing in them.
-        shown = ("\n".join(map(printable, problem.split("\n"))) for problem in problems)
+        shown = ("\n".join(map(printable_text, problem.split("\n"))) for problem in problems)
         every = tuple(dict.fromkeys(shown))
         self.problems, count = every[:MOST_SHOWN], len(every)
         title = (
@@ -34,7 +34,7 @@ class ConfigError(Exception):
         )
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """Return the entry of `known` most like `name` in any case of letters, or None when nothing is
     close.
 
@@ -60,6 +60,6 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return spelled[found[0]] if found else None
 
 
-def listing(names: Iterable[str]) -> str:
+def list_names(names: Iterable[str]) -> str:
     """Return `names` in one line."""
     return ", ".join(sorted(names)) or "none"

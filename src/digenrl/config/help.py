@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, WithJsonSchema
 
 from digenrl.config.compose import with_search_path
-from digenrl.config.errors import ConfigError, listing, nearest
+from digenrl.config.errors import ConfigError, list_names, nearest_name
 from digenrl.config.help_pages import command_help
 from digenrl.config.validation import keys_of, problems_by_key
 from digenrl.record.redact import redact_text
@@ -47,7 +47,7 @@ def read_arguments(
     """
     own = keys_of(schema)
     pairs = [word.partition("=") for word in words]
-    known = listing(own)
+    known = list_names(own)
     problems = [
         f"{redact_text(word)}: settings are key=value; keys: {known}."
         for word in words
@@ -60,12 +60,12 @@ def read_arguments(
         if is_pair and key not in own
     ]
 
-    def unknown(key: str, value: object) -> str:
-        close = nearest(key, own)
+    def unknown_message(key: str, value: object) -> str:
+        close = nearest_name(key, own)
         hint = f"nearest: {close}" if close else f"keys: {known}"
         return f"{key} = {redact_text(str(value))}: no such key; {hint}."
 
-    problems += problems_by_key(schema, given, unknown).values()
+    problems += problems_by_key(schema, given, unknown_message).values()
     if problems:
         raise ConfigError(problems)
     return schema.model_validate(given), rest if others else []
@@ -87,7 +87,7 @@ def own_command(
             stands for an exception of `failures`. The error is printed to stderr.
     """
     if wants_help(words):
-        show(command_help(doc, schema))
+        show_page(command_help(doc, schema))
         return 0
     try:
         work(*read_arguments(schema, with_search_path(words), others))
@@ -105,7 +105,7 @@ def wants_help(words: Sequence[str]) -> bool:
     return any(word in HELP for word in words)
 
 
-def show(page: str) -> None:
+def show_page(page: str) -> None:
     """Print a page of help. A reader such as `head` or `less` may quit before its end."""
     try:
         print(page, flush=True)

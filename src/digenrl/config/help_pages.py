@@ -9,11 +9,11 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel
 
 from digenrl.config.command_settings import schema_of
-from digenrl.config.compose import composed, group_options, own_directories
-from digenrl.config.errors import ConfigError, listing
+from digenrl.config.compose import compose_config, group_options, own_directories
+from digenrl.config.errors import ConfigError, list_names
 from digenrl.config.settings import Settings, may_change
 from digenrl.config.shipped import config_directory
-from digenrl.config.validation import Key, keys_of, shown
+from digenrl.config.validation import Key, keys_of, show_value
 
 
 def command_help(text: str | None, schema: type[BaseModel] | None = None) -> str:
@@ -22,7 +22,7 @@ def command_help(text: str | None, schema: type[BaseModel] | None = None) -> str
     if schema is not None:
         keys = keys_of(schema)
         defaults = {
-            key: "required" if its.required else shown(its.default) for key, its in keys.items()
+            key: "required" if its.required else show_value(its.default) for key, its in keys.items()
         }
         lines += ["\nkeys (key=value):", *_key_lines(keys, defaults)]
     return "\n".join(lines)
@@ -42,7 +42,7 @@ def configuration_help(config_name: str, text: str | None = None, words: Sequenc
         [
             (text or f"digenrl {config_name} [group=option ...] [key=value ...]").strip(),
             "\ngroups (group=option):",
-            *(f"  {name:<24}{listing(names)}" for name, names in groups.items()),
+            *(f"  {name:<24}{list_names(names)}" for name, names in groups.items()),
             "\nkeys (key=value; +key=value adds one, ~key removes one), with the value where "
             "nothing is said" + ("; keys with * may change on resume:" if whole else ":"),
             *_key_lines(keys, defaults),
@@ -64,7 +64,7 @@ def _key_lines(keys: Mapping[str, Key], defaults: Mapping[str, str]) -> list[str
 def defaults_of(config_name: str) -> dict[str, str]:
     """Return key -> its default value, for the keys that have one."""
     try:
-        tree = composed(config_name, [])
+        tree = compose_config(config_name, [])
         HydraConfig.instance().set_config(tree)
     except ConfigError:  # a group has no default: what the primary file itself says
         primary = OmegaConf.load(config_directory() / f"{config_name}.yaml")
@@ -74,5 +74,5 @@ def defaults_of(config_name: str) -> dict[str, str]:
     for key in keys_of(schema_of(config_name)):
         node = OmegaConf.select(tree, key, default=tree, throw_on_missing=False)
         if node is not tree and not OmegaConf.is_dict(node) and not OmegaConf.is_missing(tree, key):
-            found[key] = shown(node)
+            found[key] = show_value(node)
     return found

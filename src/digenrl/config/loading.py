@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from digenrl import prompts
-from digenrl.config.checks import problems_of, resolved
+from digenrl.config.checks import problems_of, resolve_tree
 from digenrl.config.command_settings import settings_of
 from digenrl.config.compose import (
     KnownKeys,
@@ -24,27 +24,27 @@ from digenrl.config.compose import (
     parse_words,
     with_search_path,
 )
-from digenrl.config.copies import copies_of, refer
+from digenrl.config.copies import copies_of, link_copies
 from digenrl.config.errors import ConfigError
-from digenrl.config.help import show
+from digenrl.config.help import show_page
 from digenrl.config.help_pages import configuration_help
 from digenrl.config.paths import (
-    absolute,
+    absolute_path,
     absolute_paths,
     own_prompt_files,
     parts_of,
     taken_for_files,
-    under,
+    lies_under,
 )
 from digenrl.config.reaching import reaching_problems
 from digenrl.config.settings import Settings
 from digenrl.config.stored import (
-    changes,
+    forbidden_changes,
     read_stored,
     unconfirmed_accounts,
     unconfirmed_hosts,
 )
-from digenrl.config.validation import shown
+from digenrl.config.validation import show_value
 
 SWEEP_FLAGS = ("-m", "--multirun")
 EXIT_CODE = 2
@@ -71,9 +71,9 @@ class Composed:
     """What the planner promises of the run that it chose (`digenrl.settle.allocated`), for its
     records."""
 
-    def changed(self, values: Mapping[str, object]) -> Self:
+    def with_values(self, values: Mapping[str, object]) -> Self:
         """Return the configuration with other values, dotted key -> value."""
-        return replace(self, settings=self.settings.changed(values))
+        return replace(self, settings=self.settings.with_values(values))
 
 
 def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = None) -> Composed:
@@ -91,12 +91,12 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
         ConfigError: the error has every problem that could be found.
     """
     try:
-        return _load(argv, config_name, stored)
+        return _load_checked(argv, config_name, stored)
     except OSError as error:  # a path that a word names
-        raise ConfigError([f"{shown(error.filename)}: {error.strerror}."]) from error
+        raise ConfigError([f"{show_value(error.filename)}: {error.strerror}."]) from error
 
 
-def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Composed:
+def _load_checked(argv: Sequence[str], config_name: str, stored: Path | None) -> Composed:
     given = with_search_path(argv)
     words = [word for word in given if not word.startswith("-")]
     problems = [
@@ -104,9 +104,9 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
         for word in given
         if word.startswith("-")
     ]
-    resumed, words = _resumed(words)
+    resumed, words = _split_resume(words)
     stored = None if stored is None else stored.expanduser()
-    run = resumed if stored is None else Path(absolute(str(stored)))
+    run = resumed if stored is None else Path(absolute_path(str(stored)))
     choices: dict[str, str] = {}
     completed: list[str] = []
     base: dict[str, Any] | None = None
@@ -124,9 +124,9 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
         tree, completed = (
             read_stored(run, "resume") if stored is None else read_stored(stored, "run")
         )
-        base, _ = resolved(tree)
+        base, _ = resolve_tree(tree)
         _keep_own_prompts(tree)
-        refer(tree)
+        link_copies(tree)
         found = merge_words(tree, words, config_name)
         found += _taken_for_files(base, keys_set_by(words))
         run_dir = run
@@ -134,33 +134,33 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
         command_line_list(key, words, tree) for key in ("allow_targets", "confirm_hosts")
     )
     copies = copies_of(tree)
-    plain, unresolved = resolved(tree)
+    plain, unresolved = resolve_tree(tree)
     if run is None:  # paths that interpolations make
-        _place(plain, dict(absolute_paths(plain, config_name)))
+        _set_paths(plain, dict(absolute_paths(plain, config_name)))
     known = KnownKeys(tree, config_name)
     problems += [*found, *problems_of(plain, unresolved, config_name, known, allow)]
     if run is None:
         problems += _only_on_the_command_line(tree, allow)
     set_now = keys_set_by(words)
     problems += reaching_problems(plain, set_now)
-    problems += _unwritable(run_dir.absolute())
+    problems += _check_writable(run_dir.absolute())
     if base is not None:
         problems += unconfirmed_hosts(base, plain, confirmed, set_now)
         if resumed is not None:
             problems += unconfirmed_accounts(base, plain, confirmed, set_now)
-            problems += changes(base, plain)
+            problems += forbidden_changes(base, plain)
     if problems:
         raise ConfigError(problems)
     plain["allow_targets"], plain["confirm_hosts"] = allow, confirmed
     plain["copies"] = copies
     plain["resume"] = None if run is None else str(run)
     return Composed(
-        settings_of(config_name).of(plain),
+        settings_of(config_name).from_tree(plain),
         choices,
         tuple(given),
         run_dir.absolute(),
         run is not None,
-        (*completed, *_notes(plain)),
+        (*completed, *_duplicate_notes(plain)),
     )
 
 
@@ -175,14 +175,14 @@ def _taken_for_files(stored: object, given: Sequence[str]) -> Iterator[str]:
     """Yield a message for each value of a stored run that would mean a file of this working
     directory, where the run meant something else."""
     for path, value in taken_for_files(stored, "train"):
-        if not under(path, given):
+        if not lies_under(path, given):
             yield (
                 f"{path} = {value}: was stored as a name that was no path, and {Path.cwd()} holds "
                 f"{value}; work in another directory, or set {path}=... to what you mean."
             )
 
 
-def _place(plain: Any, paths: Mapping[str, str]) -> None:
+def _set_paths(plain: Any, paths: Mapping[str, str]) -> None:
     """Give keys of plain dicts and lists other values: dotted key -> value."""
     for path, value in paths.items():
         *around, last = parts_of(path)
@@ -205,13 +205,13 @@ def keys_set_by(words: Sequence[str]) -> list[str]:
 
 def _run_dir() -> Path:
     try:
-        return Path(absolute(str(HydraConfig.get().run.dir)))
+        return Path(absolute_path(str(HydraConfig.get().run.dir)))
     except OmegaConfBaseException as error:
         cause = str(error).splitlines()[0]
         raise ConfigError([f"hydra.run.dir: {cause}; do not remove what it names."]) from error
 
 
-def _unwritable(run_dir: Path) -> list[str]:
+def _check_writable(run_dir: Path) -> list[str]:
     """Return a message if `run_dir` cannot be made, judged by its nearest existing ancestor.
     Nothing is written."""
     if any("\ud800" <= letter <= "\udfff" for letter in str(run_dir)):
@@ -237,7 +237,7 @@ def _prompt_files(data: dict[str, object]) -> Iterator[tuple[dict[str, Any], str
     yield from ((data, key) for key in ("prompts", "heldout") if isinstance(data[key], str))
 
 
-def _notes(tree: Mapping[str, Any]) -> Iterator[str]:
+def _duplicate_notes(tree: Mapping[str, Any]) -> Iterator[str]:
     for holder, key in _prompt_files(tree["data"]):
         file = prompts.read(holder[key])
         lines = ", ".join(
@@ -260,7 +260,7 @@ def load_or_exit(
     """
     words, asked = without_flags(argv)
     if "--help" in asked:
-        show(configuration_help(config_name, doc, words))
+        show_page(configuration_help(config_name, doc, words))
         raise SystemExit(0)
     try:
         composed = load(words, config_name)
@@ -292,14 +292,14 @@ def without_flags(argv: Sequence[str]) -> tuple[list[str], set[str]]:
     return words, asked
 
 
-def _resumed(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+def _split_resume(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Return the run that `resume` names, and the other words. The last one wins; `null` is
     none."""
     given = [word.partition("=")[2].strip("'\"") for word in words if word.startswith("resume=")]
     others = [word for word in words if not word.startswith("resume=")]
     if not given or given[-1] in ("", "null"):
         return None, others
-    return Path(absolute(given[-1])), others
+    return Path(absolute_path(given[-1])), others
 
 
 def command_line_list(key: str, words: Sequence[str], tree: DictConfig) -> list[str]:

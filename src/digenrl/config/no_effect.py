@@ -22,7 +22,7 @@ def without_effect(settings: Settings) -> Iterator[str]:
         * slices_of_group(settings.data.updates_split, updates)
         // updates
     )
-    shares = settings.node("schedule.shares")  # as the user wrote them
+    shares = settings.node_at("schedule.shares")  # as the user wrote them
     idle = "schedule.{}: has no effect here, because {}.".format
     if schedule.tag and rollouts == 0:
         yield idle("tag = true", "colocated ranks take turns at generating and training")

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from digenrl.config.errors import ConfigError
 from digenrl.config.loading import Composed
 from digenrl.record.redact import redact
-from digenrl.record.run_dir import CONFIG, replaced
+from digenrl.record.run_dir import CONFIG, atomic_replace
 
 _JOB = re.compile(r"-(\d+)$")
 _MAX_ATTEMPTS = 1000
@@ -31,7 +31,7 @@ def prepare_run_dir(composed: Composed) -> Path:
     try:
         if composed.resumed:
             return composed.run_dir
-        directory = _fresh(composed.run_dir)
+        directory = _make_fresh(composed.run_dir)
         store_config(composed.settings.tree, directory)
     except OSError as error:
         raise ConfigError(
@@ -52,7 +52,7 @@ def store_config(tree: DictConfig, directory: Path) -> None:
     """
     plain = redact(OmegaConf.to_container(tree))
     plain["resume"] = None  # naming the run that is resumed is the command line's part
-    with replaced(directory / CONFIG) as temporary:
+    with atomic_replace(directory / CONFIG) as temporary:
         temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(plain)), encoding="utf-8")
 
 
@@ -66,7 +66,7 @@ def prepare_run_dir_or_exit(composed: Composed) -> Path:
         raise SystemExit(2) from None
 
 
-def _fresh(wanted: Path) -> Path:
+def _make_fresh(wanted: Path) -> Path:
     wanted.parent.mkdir(parents=True, exist_ok=True)
     numbered = _JOB.search(wanted.name)
     stem, first = (

@@ -19,7 +19,7 @@ from typing import Any
 
 from digenrl import prompts
 from digenrl.config.command_settings import schema_of
-from digenrl.config.targets import nodes
+from digenrl.config.targets import walk_nodes
 from digenrl.config.validation import keys_of
 
 NAMES = (
@@ -47,9 +47,9 @@ def absolute_paths(tree: object, config_name: str) -> Iterator[tuple[str, str]]:
     """
     typed = typed_paths(config_name)
     components = {
-        path for path, node in nodes(tree) if isinstance(node, Mapping) and "_target_" in node
+        path for path, node in walk_nodes(tree) if isinstance(node, Mapping) and "_target_" in node
     }
-    for path, value in nodes(tree):
+    for path, value in walk_nodes(tree):
         if not isinstance(value, str) or value.strip() in ("", "???") or "${" in value:
             continue
         key = path.partition("[")[0]
@@ -58,7 +58,7 @@ def absolute_paths(tree: object, config_name: str) -> Iterator[tuple[str, str]]:
             if kind != "own":  # the prompts of a file, or a list of such files
                 found = _prompt_file(value) if key == path or path.endswith(".file") else value
             else:
-                found = value if value == "auto" else absolute(value)
+                found = value if value == "auto" else absolute_path(value)
         elif any(_lies_in(path, component) for component in components):
             found = _of_component(path.rpartition(".")[2].partition("[")[0], path, value)
         else:
@@ -67,7 +67,7 @@ def absolute_paths(tree: object, config_name: str) -> Iterator[tuple[str, str]]:
             yield path, found
 
 
-def absolute(value: str) -> str:
+def absolute_path(value: str) -> str:
     """Return `value` as an absolute path. Links and `..` in it stay.
 
     >>> absolute("/runs/../mine")
@@ -111,21 +111,21 @@ def _lies_in(path: str, component: str) -> bool:
 
 def _of_component(name: str, path: str, value: str) -> str:
     if value.startswith(_MARKS):
-        return absolute(value) if os.path.expanduser(value) != value or value[0] == "." else value
+        return absolute_path(value) if os.path.expanduser(value) != value or value[0] == "." else value
     if os.path.isabs(value):
         return value
     if name in _PROMPTS or (name == "file" and any(f".{key}[" in path for key in _PROMPTS)):
         return _prompt_file(value)
     named = name in NAMES and os.path.exists(value)
     written = os.path.isfile(value) and ("/" in value or Path(value).suffix != "")
-    return absolute(value) if named or written else value
+    return absolute_path(value) if named or written else value
 
 
 def _prompt_file(value: str) -> str:
     """Return the absolute path of a prompt file; a name of one of our own sets where the working
     directory has no such file, and a text that names nothing, stay."""
     given = os.path.expanduser(value)
-    return absolute(given) if os.path.exists(given) else given
+    return absolute_path(given) if os.path.exists(given) else given
 
 
 def parts_of(path: str) -> Iterator[object]:
@@ -136,6 +136,6 @@ def parts_of(path: str) -> Iterator[object]:
         yield from (int(index.rstrip("]")) for index in indices)
 
 
-def under(path: str, keys: Collection[str]) -> bool:
+def lies_under(path: str, keys: Collection[str]) -> bool:
     """Return whether a dotted path is one of `keys`, or lies below one."""
     return any(path == key or path.startswith((f"{key}.", f"{key}[")) for key in keys)

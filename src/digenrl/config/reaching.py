@@ -15,9 +15,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 
-from digenrl.config.targets import components, nodes
-from digenrl.config.validation import shown
-from digenrl.config.words import quoted
+from digenrl.config.targets import known_components, walk_nodes
+from digenrl.config.validation import show_value
+from digenrl.config.words import quote_value
 from digenrl.rewards.needs import flag_problems
 
 _SERVE_KEYS = ("build", "gpus", "args")
@@ -69,7 +69,7 @@ def reaching_problems(tree: object, given: Collection[str]) -> Iterator[str]:
         tree: a resolved configuration.
         given: keys that the command line sets.
     """
-    for path, node in nodes(tree):
+    for path, node in walk_nodes(tree):
         if not isinstance(node, Mapping):
             continue
         yield from (
@@ -78,15 +78,15 @@ def reaching_problems(tree: object, given: Collection[str]) -> Iterator[str]:
             if not str(key).isprintable()
         )
         target = node.get("_target_")
-        if "_args_" in node and isinstance(target, str) and target in components():
+        if "_args_" in node and isinstance(target, str) and target in known_components():
             yield f"{path}._args_: is refused; give the arguments of {target} by their names."
         if "serve" in node:
-            yield from _served(f"{path}.serve", node, given)
+            yield from _serve_problems(f"{path}.serve", node, given)
         if isinstance(target, str) and target in _LOGGER_ARGUMENTS:
-            yield from _logged(path, target, node)
+            yield from _logger_problems(path, target, node)
         backend = node.get("attention_backend")
         if isinstance(backend, str) and _HUB_BACKEND.fullmatch(backend):
-            yield from _unasked(
+            yield from _unasked_problem(
                 f"{path}.attention_backend",
                 backend,
                 "names a kernel that is fetched from the hub and run",
@@ -97,13 +97,13 @@ def reaching_problems(tree: object, given: Collection[str]) -> Iterator[str]:
 def reaching_words(tree: object) -> list[str]:
     """Return the words that a command line must repeat to run the configuration `tree` again."""
     words = []
-    for path, node in nodes(tree):
+    for path, node in walk_nodes(tree):
         if not isinstance(node, Mapping):
             continue
         serve, backend = node.get("serve"), node.get("attention_backend")
         if isinstance(serve, Mapping) and isinstance(serve.get("args"), list) and serve["args"]:
             items = ",".join(
-                quoted(item) if isinstance(item, str) else str(item) for item in serve["args"]
+                quote_value(item) if isinstance(item, str) else str(item) for item in serve["args"]
             )
             words.append(f"{path}.serve.args=[{items}]")
         if isinstance(backend, str) and _HUB_BACKEND.fullmatch(backend):
@@ -111,33 +111,33 @@ def reaching_words(tree: object) -> list[str]:
     return words
 
 
-def _unasked(path: str, value: object, what: str, given: Collection[str]) -> Iterator[str]:
+def _unasked_problem(path: str, value: object, what: str, given: Collection[str]) -> Iterator[str]:
     """Yield a message if the command line does not set the key at `path`."""
     if not any(path == key or path.startswith(f"{key}.") for key in given):
         yield (
-            f"{path} = {shown(value)}: {what}, so it counts only on the command line, not in a "
+            f"{path} = {show_value(value)}: {what}, so it counts only on the command line, not in a "
             "stored config.yaml or another YAML file; repeat it there if you want it."
         )
 
 
-def _served(path: str, node: Mapping[str, object], given: Collection[str]) -> Iterator[str]:
+def _serve_problems(path: str, node: Mapping[str, object], given: Collection[str]) -> Iterator[str]:
     """Yield what is wrong with how a judge is served that the run starts."""
     serve, model = node["serve"], node.get("model")
     if isinstance(model, str) and model.lstrip().startswith("-"):
-        yield f"{path.rpartition('.')[0]}.model = {shown(model)}: is an option, and no model."
+        yield f"{path.rpartition('.')[0]}.model = {show_value(model)}: is an option, and no model."
     if serve is None:
         return
     if not isinstance(serve, Mapping) or {*map(str, serve)} - {*_SERVE_KEYS}:
-        yield f"{path} = {shown(serve)}: takes {', '.join(_SERVE_KEYS)} alone."
+        yield f"{path} = {show_value(serve)}: takes {', '.join(_SERVE_KEYS)} alone."
         return
     args = serve.get("args")
     if args in (None, []):
         return
-    yield from (f"{path}.args = {shown(args)}: {why}." for why in flag_problems(args))
-    yield from _unasked(f"{path}.args", args, "goes to the command of the judge's server", given)
+    yield from (f"{path}.args = {show_value(args)}: {why}." for why in flag_problems(args))
+    yield from _unasked_problem(f"{path}.args", args, "goes to the command of the judge's server", given)
 
 
-def _logged(path: str, target: str, node: Mapping[str, object]) -> Iterator[str]:
+def _logger_problems(path: str, target: str, node: Mapping[str, object]) -> Iterator[str]:
     """Yield what is wrong with the arguments of a logger."""
     known = _LOGGER_ARGUMENTS[target]
     for key, value in node.items():
@@ -148,8 +148,8 @@ def _logged(path: str, target: str, node: Mapping[str, object]) -> Iterator[str]
             )
         elif key in _FOLDERS and isinstance(value, str) and not _FOLDER.fullmatch(value):
             yield (
-                f"{path}.{key} = {shown(value)}: is part of a file's name; use letters, digits, "
+                f"{path}.{key} = {show_value(value)}: is part of a file's name; use letters, digits, "
                 "spaces and _ . + = @ -, not beginning with a dot."
             )
         elif key in _FOLDERS and not isinstance(value, (str, int, type(None))):
-            yield f"{path}.{key} = {shown(value)}: is part of a file's name; use text."
+            yield f"{path}.{key} = {show_value(value)}: is part of a file's name; use text."

@@ -66,7 +66,7 @@ def present_name(target: str) -> str:
     return _MOVED.get(target) or (f"{_MOVED[module]}.{name}" if module in _MOVED else target)
 
 
-def reason(key: str, value: object = None) -> str | None:
+def removal_reason(key: str, value: object = None) -> str | None:
     """Return why `key`, a group around it, or this value of it was removed; None: it was not."""
     parts = key.split(".")
     names = (f"{key}={value}", *(".".join(parts[:count]) for count in range(len(parts), 0, -1)))

@@ -23,17 +23,17 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.command_settings import schema_of
-from digenrl.config.compose import composed, group_options, parse_words
+from digenrl.config.compose import compose_config, group_options, parse_words
 from digenrl.config.copies import copies_of
-from digenrl.config.errors import MOST_SHOWN, ConfigError, listing, nearest
-from digenrl.config.paths import absolute
+from digenrl.config.errors import MOST_SHOWN, ConfigError, list_names, nearest_name
+from digenrl.config.paths import absolute_path
 from digenrl.config.reaching import reaching_words
-from digenrl.config.removed import present_name, reason
+from digenrl.config.removed import present_name, removal_reason
 from digenrl.config.settings import RESUMABLE, may_change
 from digenrl.config.shipped import config_directory
-from digenrl.config.targets import nodes, targets
-from digenrl.config.validation import keys_of, shown
-from digenrl.config.words import quoted
+from digenrl.config.targets import walk_nodes, find_targets
+from digenrl.config.validation import keys_of, show_value
+from digenrl.config.words import quote_value
 from digenrl.record.redact import MASK, redact, redact_text
 from digenrl.record.run_dir import CONFIG, ForeignEntry, require_own
 from digenrl.record.stored_yaml import checked_text
@@ -72,24 +72,24 @@ def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
         )
     written = OmegaConf.to_container(tree, resolve=False)
     foreign = [
-        (path, value) for path, value in nodes(written) if isinstance(value, str) and "${" in value
+        (path, value) for path, value in walk_nodes(written) if isinstance(value, str) and "${" in value
     ]
     if foreign:
         raise ConfigError(
             [
-                f"{file}: {path} = {shown(value)}: is refused, because a run stores values and no "
+                f"{file}: {path} = {show_value(value)}: is refused, because a run stores values and no "
                 "interpolations; write the value there if you trust the file."
                 for path, value in foreign
             ]
         )
     tree["allow_targets"], tree["confirm_hosts"] = [], []
-    for _, target, node in targets(tree):
+    for _, target, node in find_targets(tree):
         if isinstance(target, str):
             node["_target_"] = present_name(target)  # type: ignore[index]  # of OmegaConf
-    added = _complete(tree)
+    added = _add_missing_keys(tree)
     notes = {"lacks keys that came after it; from the defaults": added}
-    notes["names a directory that counts only on the command line; left out"] = _unplaced(tree)
-    notes["holds keys that were removed; left out"] = _forget(tree)
+    notes["names a directory that counts only on the command line; left out"] = _reset_prompt_store(tree)
+    notes["holds keys that were removed; left out"] = _drop_removed_keys(tree)
     return tree, [f"{file} {said}: {', '.join(words)}." for said, words in notes.items() if words]
 
 
@@ -117,14 +117,14 @@ def read_yaml(file: Path) -> DictConfig:
     return tree
 
 
-def _unplaced(tree: DictConfig) -> list[str]:
+def _reset_prompt_store(tree: DictConfig) -> list[str]:
     """Take the place of the prompt store back to `auto`, in place: a run writes there. Return what
     was there as key=value."""
     data = tree.get("data")
     if not isinstance(data, DictConfig) or data.get("prompt_store") in (None, "auto"):
         return []
     found, data["prompt_store"] = data["prompt_store"], "auto"
-    return [f"data.prompt_store={shown(found)}"]
+    return [f"data.prompt_store={show_value(found)}"]
 
 
 def _no_run(run: Path, word: str) -> str:
@@ -132,14 +132,14 @@ def _no_run(run: Path, word: str) -> str:
     near = [str(path.parent) for path in sorted(run.glob("*/config.yaml"))[-3:]]
     hint = f" It holds the runs {', '.join(near)}." if near else ""
     if not near and (
-        close := nearest(run.name, [path.parent.name for path in run.parent.glob("*/config.yaml")])
+        close := nearest_name(run.name, [path.parent.name for path in run.parent.glob("*/config.yaml")])
     ):
         hint = f" Nearest: {run.parent / close}."
     remedy = f"name a run directory, e.g. {word}=outputs/<experiment>/<time>-0 (with make: RUN=...)"
     return f"{word} = {run}: {cause}; {remedy}.{hint}"
 
 
-def _complete(tree: DictConfig) -> list[str]:
+def _add_missing_keys(tree: DictConfig) -> list[str]:
     """Add the keys that every configuration holds and a stored one lacks, in place, and return them
     as key=value.
 
@@ -147,7 +147,7 @@ def _complete(tree: DictConfig) -> list[str]:
     """
     experiment = str(tree.get("experiment_name"))
     known = experiment in group_options(config_directory())["experiment"]
-    defaults = composed(
+    defaults = compose_config(
         "train", ["schedule=sync", *([f"experiment={experiment}"] if known else [])]
     )
     if "copies" not in tree:  # of a run from before they were stored
@@ -169,16 +169,16 @@ def _complete(tree: DictConfig) -> list[str]:
     return [f"{key}={value}" for key, value in added.items()]
 
 
-def _forget(tree: DictConfig, path: str = "") -> list[str]:
+def _drop_removed_keys(tree: DictConfig, path: str = "") -> list[str]:
     """Remove the removed keys, whatever they hold but a removed value, in place, and return them as
     key=value."""
     left_out = []
     for key, value in list(tree.items_ex(resolve=False)):
         its = path + str(key)
-        if (cause := reason(its)) is not None and reason(its, value) == cause:
+        if (cause := removal_reason(its)) is not None and removal_reason(its, value) == cause:
             left_out.append(f"{its}={tree.pop(key)}")
         elif isinstance(value, DictConfig):
-            left_out += _forget(value, f"{its}.")
+            left_out += _drop_removed_keys(value, f"{its}.")
     return left_out
 
 
@@ -190,8 +190,8 @@ def unconfirmed_hosts(
     Only hosts count that `stored` names and that `tree` (with the command line's changes) still
     names, at keys other than those `given` by the command line.
     """
-    before, found = {host for _, host in _hosts(stored)}, dict[str, str]()
-    for path, host in _hosts(tree):
+    before, found = {host for _, host in _remote_hosts(stored)}, dict[str, str]()
+    for path, host in _remote_hosts(tree):
         if host in before and host not in confirmed and not _is_given(path, given):
             found.setdefault(host, path)
     return [
@@ -207,13 +207,13 @@ def unconfirmed_accounts(
 ) -> list[str]:
     """Return a message for each account at W&B that a resumed run would send to, and that the user
     has not confirmed. Which count is said of `unconfirmed_hosts`."""
-    before = {account for _, account in _accounts(stored)}
+    before = {account for _, account in _wandb_accounts(stored)}
     return [
         f"{path}: names the account {account}, to which the run's metrics and pictures would go, "
         "and this configuration was stored by an earlier run, maybe somebody else's; add "
         f"confirm_hosts=[{account}] to the command line (with make: ARGS=...), or {path}=null for "
         "your own account."
-        for path, account in islice(_accounts(tree), MOST_SHOWN)
+        for path, account in islice(_wandb_accounts(tree), MOST_SHOWN)
         if account in before and account not in confirmed and not _is_given(path, given)
     ]
 
@@ -223,9 +223,9 @@ def _is_given(path: str, given: Collection[str]) -> bool:
     return any(path == key or path.startswith((f"{key}.", f"{key}[")) for key in given)
 
 
-def _accounts(tree: object) -> Iterator[tuple[str, str]]:
+def _wandb_accounts(tree: object) -> Iterator[tuple[str, str]]:
     """Yield (dotted path, account) of every logger that may send to a named account at W&B."""
-    for path, node in nodes(tree):
+    for path, node in walk_nodes(tree):
         if isinstance(node, Mapping) and str(node.get("_target_")).endswith(_WANDB_LOGGER):
             entity = node.get("entity")
             if entity not in (None, "") and node.get("offline") is not True:
@@ -236,16 +236,16 @@ def words_to_join(tree: object) -> list[str]:
     """Return the words with which a rank that joins confirms what the command line of the run
     `tree` has confirmed or set."""
     plain: Any = OmegaConf.to_container(tree) if OmegaConf.is_config(tree) else tree
-    hosts = dict.fromkeys(host for _, host in _hosts(plain))
+    hosts = dict.fromkeys(host for _, host in _remote_hosts(plain))
     found = {"allow_targets": plain.get("allow_targets") or [], "confirm_hosts": list(hosts)}
-    words = [f"{key}=[{','.join(map(quoted, names))}]" for key, names in found.items() if names]
+    words = [f"{key}=[{','.join(map(quote_value, names))}]" for key, names in found.items() if names]
     return [*words, *reaching_words(plain)]
 
 
-def _hosts(tree: object) -> Iterator[tuple[str, str]]:
+def _remote_hosts(tree: object) -> Iterator[tuple[str, str]]:
     """Yield (dotted path, host and port as written) of every URL and HOST:PORT that leads to
     another machine."""
-    for path, value in nodes(tree):
+    for path, value in walk_nodes(tree):
         text = value.strip() if isinstance(value, str) else ""
         named = (
             [text]
@@ -263,7 +263,7 @@ def _is_host(address: str) -> bool:
     return address not in ("", "auto", "local") and "://" not in address
 
 
-def changes(
+def forbidden_changes(
     stored: Mapping[str, object],
     tree: Mapping[str, object],
 ) -> list[str]:
@@ -271,7 +271,7 @@ def changes(
 
     The message names the keys that differ, why they must not, and the keys that may.
     """
-    before, after = dict(_leaves(stored)), dict(_leaves(tree))
+    before, after = dict(_tree_leaves(stored)), dict(_tree_leaves(tree))
     differing = (
         key for key in before | after if before.get(key, _ABSENT) != after.get(key, _ABSENT)
     )
@@ -279,51 +279,51 @@ def changes(
         key
         for key in differing
         if not may_change(key)
-        and _head(key) != "copies"
+        and _top_group(key) != "copies"
         and not _same_path(before.get(key), after.get(key))
         and MASK not in str(before.get(key))
     )
     if not keys:
         return []
-    said = ", ".join(f"{key} = {_said(after, key)} (stored: {_said(before, key)})" for key in keys)
+    said = ", ".join(f"{key} = {_leaf_text(after, key)} (stored: {_leaf_text(before, key)})" for key in keys)
     return [
         f"{said}: a resumed run keeps what its checkpoint was trained with; start a new run for "
-        f"another value. May change: {listing(RESUMABLE)}."
+        f"another value. May change: {list_names(RESUMABLE)}."
     ]
 
 
 def _same_path(stored: object, now: object) -> bool:
     """Return whether `now` is the absolute form of a path that older versions stored as typed."""
-    return isinstance(stored, str) and stored != "" and absolute(stored) == now
+    return isinstance(stored, str) and stored != "" and absolute_path(stored) == now
 
 
-def _head(key: str) -> str:
+def _top_group(key: str) -> str:
     return key.partition(".")[0]
 
 
-def identity(tree: DictConfig) -> dict[str, Any]:
+def configuration_identity(tree: DictConfig) -> dict[str, Any]:
     """Return the values about which two ranks of one run must agree: dotted key -> value, without a
     machine's own keys."""
     plain = redact(OmegaConf.to_container(tree))
     return {
-        key: value for key, value in _leaves(plain) if _head(key) not in _OWN and key not in _OWN
+        key: value for key, value in _tree_leaves(plain) if _top_group(key) not in _OWN and key not in _OWN
     }
 
 
 def tie_of(tree: DictConfig) -> dict[str, str]:
     """Return what ties a checkpoint to its configuration: a digest of the value of each key."""
-    return _digests(OmegaConf.to_container(tree))
+    return _leaf_digests(OmegaConf.to_container(tree))
 
 
-def _digests(tree: object) -> dict[str, str]:
+def _leaf_digests(tree: object) -> dict[str, str]:
     return {
         key: xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())
-        for key, value in _leaves(tree)
-        if key not in _UNTIED and _head(key) != "copies"
+        for key, value in _tree_leaves(tree)
+        if key not in _UNTIED and _top_group(key) != "copies"
     }
 
 
-def untied(
+def compare_ties(
     run_dir: Path, ties: Sequence[Mapping[str, str]], words: Sequence[str]
 ) -> tuple[list[str], list[str]]:
     """Compare a run's config.yaml with the configurations under which its checkpoint was written
@@ -341,7 +341,7 @@ def untied(
         return [], [f"{file}: its checkpoint has no digests of a configuration; not compared."]
     stored = read_yaml(file)
     plain = OmegaConf.to_container(stored, resolve=False)
-    leaves, found = dict(_leaves(plain)), _digests(plain)
+    leaves, found = dict(_tree_leaves(plain)), _leaf_digests(plain)
     given = [
         word.key_or_group for word in parse_words([w for w in words if "=" in w or "~" in w]).values
     ]
@@ -349,9 +349,9 @@ def untied(
     for key in sorted(found.keys() | {key for tie in ties for key in tie}):
         if found.get(key) in [tie.get(key) for tie in ties]:
             continue
-        if reason(key) is not None and key not in found:
+        if removal_reason(key) is not None and key not in found:
             continue  # a key that was removed since
-        said = f"{key} = {_said(leaves, key)}: is not what the checkpoint was written with"
+        said = f"{key} = {_leaf_text(leaves, key)}: is not what the checkpoint was written with"
         if any(key == one or key.startswith(f"{one}.") for one in given):
             notes.append(f"{file}: {said}; the command line sets it.")
         else:
@@ -362,12 +362,12 @@ def untied(
     return problems, notes
 
 
-def disagreements(run: Mapping[str, object], own: Mapping[str, object]) -> list[str]:
+def find_disagreements(run: Mapping[str, object], own: Mapping[str, object]) -> list[str]:
     """Return the keys in which two identities differ, with both values."""
     keys = sorted(
         key for key in run.keys() | own.keys() if run.get(key, _ABSENT) != own.get(key, _ABSENT)
     )
-    return [f"{key} = {_said(own, key)} (the run's: {_said(run, key)})" for key in keys]
+    return [f"{key} = {_leaf_text(own, key)} (the run's: {_leaf_text(run, key)})" for key in keys]
 
 
 _OWN = ("resume", "output_root", "network", "allow_targets", "confirm_hosts", "data.prompt_store")
@@ -376,15 +376,15 @@ _UNTIED = ("resume", "allow_targets", "confirm_hosts", "data.prompt_store")
 _ABSENT = object()
 
 
-def _said(leaves: Mapping[str, object], key: str) -> str:
-    return shown(leaves[key]) if key in leaves else "absent"
+def _leaf_text(leaves: Mapping[str, object], key: str) -> str:
+    return show_value(leaves[key]) if key in leaves else "absent"
 
 
-def _leaves(tree: object, path: str = "") -> Iterator[tuple[str, object]]:
+def _tree_leaves(tree: object, path: str = "") -> Iterator[tuple[str, object]]:
     """Yield (dotted key, value) of everything in `tree` that is not a group of keys. An empty group
     counts as a leaf."""
     if isinstance(tree, Mapping) and (tree or not path):
         for key, item in tree.items():
-            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+            yield from _tree_leaves(item, f"{path}.{key}" if path else str(key))
     else:
         yield path, tree

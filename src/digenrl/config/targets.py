@@ -29,7 +29,7 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from digenrl.config.arguments import argument_problems
-from digenrl.config.errors import nearest
+from digenrl.config.errors import nearest_name
 from digenrl.config.removed import present_name
 from digenrl.config.shipped import config_directory
 
@@ -60,26 +60,26 @@ offers beside them."""
 _OWN = ("digenrl", "reward_models")
 
 
-def nodes(tree: object, path: str = "") -> Iterator[tuple[str, object]]:
+def walk_nodes(tree: object, path: str = "") -> Iterator[tuple[str, object]]:
     """Yield (dotted path, node) of `tree` and of everything inside it, depth first."""
     yield path, tree
     if isinstance(tree, Mapping):
         for key, item in tree.items():
-            yield from nodes(item, f"{path}.{key}" if path else str(key))
+            yield from walk_nodes(item, f"{path}.{key}" if path else str(key))
     elif isinstance(tree, (list, tuple)):
         for index, item in enumerate(tree):
-            yield from nodes(item, f"{path}[{index}]")
+            yield from walk_nodes(item, f"{path}[{index}]")
 
 
-def targets(tree: object) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+def find_targets(tree: object) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     """Yield (dotted path, target, node) of every node with `_target_`, depth first."""
-    for path, node in nodes(tree):
+    for path, node in walk_nodes(tree):
         if isinstance(node, Mapping) and "_target_" in node:
             yield path, node["_target_"], node
 
 
 @functools.cache
-def components() -> frozenset[str]:
+def known_components() -> frozenset[str]:
     """Return the dotted names of the classes that every configuration may name."""
     named = set(FOREIGN)
     for file in config_directory().rglob("*.yaml"):
@@ -89,7 +89,7 @@ def components() -> frozenset[str]:
             )
         except yaml.YAMLError:
             continue  # Hydra says what is wrong with the file when somebody chooses it
-        own = (target for _, target, _ in targets(tree) if isinstance(target, str))
+        own = (target for _, target, _ in find_targets(tree) if isinstance(target, str))
         named.update(target for target in own if _lies_in(target, ROOMS))
     return frozenset(named)
 
@@ -106,7 +106,7 @@ def is_allowed(target: str, allow: Sequence[str] = ()) -> bool:
     Args:
         allow: the packages that `allow_targets` names on the command line.
     """
-    return target in components() or (
+    return target in known_components() or (
         target.partition(".")[0] not in _OWN and _lies_in(target, allow)
     )
 
@@ -114,22 +114,22 @@ def is_allowed(target: str, allow: Sequence[str] = ()) -> bool:
 def target_problems(tree: object, allow: Sequence[str] = ()) -> list[str]:
     """Return everything wrong with the targets of `tree`. Nothing is imported."""
     problems = list[str]()
-    for path, target, node in targets(tree):
+    for path, target, node in find_targets(tree):
         where = f"{path}._target_" if path else "_target_"
         if not isinstance(target, str):
             problems.append(f"{where} = {target!r}: use the dotted name of a class, as text.")
         elif not is_allowed(target, allow):
-            problems.append(f"{where} = {target}: refused, because {_refusal(target)}.")
+            problems.append(f"{where} = {target}: refused, because {_refusal_reason(target)}.")
         else:
             problems += argument_problems(where, path, target, node)
     return problems
 
 
-def _refusal(target: str) -> str:
+def _refusal_reason(target: str) -> str:
     """Return why `target` is not allowed, and what can be done."""
     if (now := present_name(target)) != target:
         return f"it has moved; write {now}"
-    hint = f"; nearest: {close}" if (close := nearest(target, components())) else ""
+    hint = f"; nearest: {close}" if (close := nearest_name(target, known_components())) else ""
     if target.partition(".")[0] in _OWN:
         return f"no file of the shipped configs/ names it as a component{hint}"
     package = target.rpartition(".")[0] or target
@@ -154,12 +154,12 @@ def instantiate(node: object, *arguments: object, **named: object) -> Any:
     plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
     if problems := target_problems(plain, allow):
         raise PermissionError("; ".join(problems))
-    for path, target, _ in targets(plain):
+    for path, target, _ in find_targets(plain):
         found = hydra.utils.get_object(target)
         if target.partition(".")[0] in _OWN and not isinstance(found, type):
             raise PermissionError(f"{path or 'node'}: _target_ = {target} is no class.")
         home = f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', '')}"
-        if target not in components() and not is_allowed(home, allow):
+        if target not in known_components() and not is_allowed(home, allow):
             raise PermissionError(
                 f"{path or 'node'}: _target_ = {target} is an alias of {home}, which is refused."
             )

@@ -13,7 +13,7 @@ def known_traps(settings: Settings) -> Iterator[str]:
     facts = of_target(settings.model.target)
     for trap in () if facts is None else facts.traps:
         try:
-            found = settings.node(trap["key"])
+            found = settings.node_at(trap["key"])
         except KeyError:  # the algorithm has no such argument
             continue
         numbers = [found] if isinstance(found, int | float) else found

@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from digenrl.config.removed import reason
-from digenrl.config.words import pasted
+from digenrl.config.removed import removal_reason
+from digenrl.config.words import shell_word
 from digenrl.record.redact import redact_text
 
 ANY_NAME = "NAME"
@@ -46,10 +46,10 @@ Tree = Mapping[str, "Key | Tree"]
 @functools.cache
 def _tree_of(schema: type[BaseModel]) -> Tree:
     root = schema.model_json_schema()
-    return _group(root, root.get("$defs", {}), True)
+    return _read_group(root, root.get("$defs", {}), True)
 
 
-def _group(node: Mapping[str, Any], groups: Mapping[str, Any], required: bool) -> Tree:
+def _read_group(node: Mapping[str, Any], groups: Mapping[str, Any], required: bool) -> Tree:
     """Return the keys of a group; `groups` are the named ones of a JSON schema."""
     found: dict[str, Key | Tree] = {}
     for name, entry in node["properties"].items():
@@ -59,14 +59,14 @@ def _group(node: Mapping[str, Any], groups: Mapping[str, Any], required: bool) -
             (variant["$ref"] for variant in entry.get("anyOf", [entry]) if "$ref" in variant), None
         )
         if inner is not None:
-            found[name] = _group(groups[inner.rpartition("/")[2]], groups, needed)
+            found[name] = _read_group(groups[inner.rpartition("/")[2]], groups, needed)
         elif isinstance(named, Mapping) and "$ref" in named:
             found[name] = {
-                ANY_NAME: _group(groups[named["$ref"].rpartition("/")[2]], groups, False)
+                ANY_NAME: _read_group(groups[named["$ref"].rpartition("/")[2]], groups, False)
             }
         else:
             found[name] = Key(
-                _phrase(entry),
+                _allowed_phrase(entry),
                 " ".join(entry.get("description", "").split()),
                 needed,
                 entry.get("default"),
@@ -81,31 +81,31 @@ def _group(node: Mapping[str, Any], groups: Mapping[str, Any], required: bool) -
 @functools.cache
 def keys_of(schema: type[BaseModel]) -> Mapping[str, Key]:
     """Return dotted key -> what the key may hold, for every leaf of a schema, in its order."""
-    return dict(_leaves(_tree_of(schema), ""))
+    return dict(_key_leaves(_tree_of(schema), ""))
 
 
-def _leaves(tree: Tree, path: str) -> Iterator[tuple[str, Key]]:
+def _key_leaves(tree: Tree, path: str) -> Iterator[tuple[str, Key]]:
     for name, node in tree.items():
         if isinstance(node, Key):
             yield path + name, node
         else:
-            yield from _leaves(node, f"{path}{name}.")
+            yield from _key_leaves(node, f"{path}{name}.")
 
 
-def _phrase(node: Mapping[str, Any], between: str = " | ") -> str:
+def _allowed_phrase(node: Mapping[str, Any], between: str = " | ") -> str:
     """Return the values that a node of a JSON schema allows, in words."""
     if "phrase" in node:
         return str(node["phrase"])
     if "anyOf" in node:
-        return " or ".join(_phrase(variant, " or ") for variant in node["anyOf"])
+        return " or ".join(_allowed_phrase(variant, " or ") for variant in node["anyOf"])
     if "const" in node or "enum" in node:
         return between.join(node.get("enum", [node.get("const")]))
     kind = node.get("type")
     if kind == "array":
-        return f"list of ({_phrase(node['items'])})"
+        return f"list of ({_allowed_phrase(node['items'])})"
     if kind in ("integer", "number"):
         words = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-        limits = [f"{sign} {_number(node[word])}" for word, sign in words.items() if word in node]
+        limits = [f"{sign} {_number_text(node[word])}" for word, sign in words.items() if word in node]
         return " ".join(
             ["whole number" if kind == "integer" else "number", " and ".join(limits)]
         ).strip()
@@ -114,7 +114,7 @@ def _phrase(node: Mapping[str, Any], between: str = " | ") -> str:
     )
 
 
-def _number(value: float) -> str:
+def _number_text(value: float) -> str:
     return str(int(value)) if value == int(value) else str(value)
 
 
@@ -128,7 +128,7 @@ def _kind_of(value: object) -> str:
     return "a whole number" if isinstance(value, int) else "a number"
 
 
-def shown(value: object) -> str:
+def show_value(value: object) -> str:
     """Return a value as YAML writes it, cut, without secrets."""
     text = (
         "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -149,10 +149,10 @@ def problems_by_key(
     except ValidationError as error:
         found: dict[str, list[_Located]] = {}
         for one in error.errors():
-            located = _located(_tree_of(schema), one)
+            located = _locate_error(_tree_of(schema), one)
             found.setdefault(located.key, []).append(located)
         return {
-            key: _message(tree, min(errors, key=_distance), unknown)
+            key: _error_message(tree, min(errors, key=_error_rank), unknown)
             for key, errors in found.items()
         }
     return {}
@@ -170,7 +170,7 @@ class _Located:
     error: Mapping[str, Any]
 
 
-def _located(node: Key | Tree | None, error: Mapping[str, Any]) -> _Located:
+def _locate_error(node: Key | Tree | None, error: Mapping[str, Any]) -> _Located:
     path, where = list[str](), list(error["loc"])
     while where and isinstance(node, Mapping):
         path.append(str(where.pop(0)))
@@ -178,7 +178,7 @@ def _located(node: Key | Tree | None, error: Mapping[str, Any]) -> _Located:
     return _Located(".".join(path), node, any(isinstance(part, int) for part in where), error)
 
 
-def _message(tree: Any, located: _Located, unknown: Callable[[str, Any], str]) -> str:
+def _error_message(tree: Any, located: _Located, unknown: Callable[[str, Any], str]) -> str:
     key, said, error = located.key, located.said, located.error
     if error["type"] == "extra_forbidden":
         return unknown(key, error["input"])
@@ -186,30 +186,30 @@ def _message(tree: Any, located: _Located, unknown: Callable[[str, Any], str]) -
         held = "groups by name" if ANY_NAME in said else f"the keys {', '.join(sorted(said))}"
         if error["type"] == "missing":
             return f"{key}: missing; it must hold {held}."
-        return f"{key or 'the configuration'} = {shown(error['input'])}: must hold {held}."
+        return f"{key or 'the configuration'} = {show_value(error['input'])}: must hold {held}."
     assert said is not None
     if error["type"] == "missing":
         meaning = f" ({said.meaning.rstrip('.')})" if said.meaning else ""
         return f"{key}: missing; allowed: {said.allowed}{meaning}."
-    wrong = f"holds {error['input']!r}, which " * located.in_item + _complaint(error)
+    wrong = f"holds {error['input']!r}, which " * located.in_item + _complaint_text(error)
     value = functools.reduce(lambda node, part: node[part], key.split("."), tree)
     if (allowed := said.allowed).startswith("a group of keys") and error["input"] is not value:
         key, value, allowed = ".".join(error["loc"]), error["input"], "a group of keys"
-    if (why := reason(key, value)) is not None:
-        return f"{key} = {shown(value)}: was removed; {why}."
-    return f"{key} = {shown(value)}: {wrong}; allowed: {allowed}.{_instead(key, value, allowed)}"
+    if (why := removal_reason(key, value)) is not None:
+        return f"{key} = {show_value(value)}: was removed; {why}."
+    return f"{key} = {show_value(value)}: {wrong}; allowed: {allowed}.{_suggest_instead(key, value, allowed)}"
 
 
-def _instead(key: str, value: object, allowed: str) -> str:
+def _suggest_instead(key: str, value: object, allowed: str) -> str:
     """Return what to write where a value of another type was meant."""
     if value is None and key.startswith(("callbacks.", "logger.", "reward.")):
         return f" Write ~{key} to leave it out."
     if isinstance(value, (bool, int, float)) and allowed.startswith(("name of", "text", "path of")):
-        return f" Write {pasted(key, shown(value))} if you mean the text."
+        return f" Write {shell_word(key, show_value(value))} if you mean the text."
     return ""
 
 
-def _distance(located: _Located) -> int:
+def _error_rank(located: _Located) -> int:
     """Return the rank of an error among those of one key; the least is reported.
 
     A key may have several types. An error about the value's own type comes first, a wrong type
@@ -221,7 +221,7 @@ def _distance(located: _Located) -> int:
     return 2 if kind == "literal_error" else int(kind.endswith("_type"))
 
 
-def _complaint(error: Mapping[str, Any]) -> str:
+def _complaint_text(error: Mapping[str, Any]) -> str:
     kind, value = error["type"], error["input"]
     if kind == "string_pattern_mismatch":
         return "is not of that form" if value.strip() else "is empty"

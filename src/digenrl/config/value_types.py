@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, StringConstraints, WithJsonSchema
 
 
-def _component(node: Mapping[str, object]) -> Mapping[str, object]:
+def _check_component(node: Mapping[str, object]) -> Mapping[str, object]:
     if "_target_" not in node:
         raise ValueError("has no _target_")
     if node.get("_partial_") is not True:
@@ -24,13 +24,13 @@ def _at_most_all(shares: dict[str, float]) -> dict[str, float]:
     return shares
 
 
-def _ordered(ports: list[int]) -> list[int]:
+def _check_order(ports: list[int]) -> list[int]:
     if ports[0] > ports[-1]:
         raise ValueError(f"{ports} begins after its end, expected [first, last]")
     return ports
 
 
-def _weighted(files: list[dict[str, object]]) -> list[dict[str, object]]:
+def _check_weights(files: list[dict[str, object]]) -> list[dict[str, object]]:
     for entry in files:
         file, weight = entry.get("file"), entry.get("weight")
         if entry.keys() != {"file", "weight"} or not isinstance(file, str) or not file.strip():
@@ -46,7 +46,7 @@ def _weighted(files: list[dict[str, object]]) -> list[dict[str, object]]:
     return files
 
 
-def _span(rollouts: dict[str, int]) -> dict[str, int]:
+def _check_span(rollouts: dict[str, int]) -> dict[str, int]:
     if rollouts.keys() != {"min", "max"}:
         raise ValueError("names not both, expected {min: m, max: n}")
     if rollouts["min"] > rollouts["max"]:
@@ -66,7 +66,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 Ports = Annotated[
     list[Port],
     Field(min_length=2, max_length=2),
-    AfterValidator(_ordered),
+    AfterValidator(_check_order),
     WithJsonSchema({"phrase": "[first, last], each from 1 to 65535"}),
 ]
 Auto = Literal["auto"]
@@ -95,13 +95,13 @@ PromptFile = Annotated[
 PromptFiles = Annotated[
     list[dict[str, Any]],
     Field(min_length=1),
-    AfterValidator(_weighted),
+    AfterValidator(_check_weights),
     WithJsonSchema({"phrase": "[{file: path, weight: number > 0}, ...]", "path": "prompts"}),
 ]
 Package = Annotated[str, _Text, WithJsonSchema({"phrase": "package name"})]
 Component = Annotated[
     dict[str, Any],
-    AfterValidator(_component),
+    AfterValidator(_check_component),
     WithJsonSchema({"phrase": "a group of keys with _target_ and _partial_=true"}),
 ]
 Kept = Annotated[
@@ -112,7 +112,7 @@ Kept = Annotated[
 Recomputation = bool | Share | Literal["auto", "products", "attention", "offload"] | Kept
 Span = Annotated[
     dict[Literal["min", "max"], AtLeast1],
-    AfterValidator(_span),
+    AfterValidator(_check_span),
     WithJsonSchema({"phrase": "{min: m, max: n}, whole numbers >= 1"}),
 ]
 ByTrainer = Annotated[

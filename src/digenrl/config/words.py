@@ -15,7 +15,7 @@ _LITERAL = ("hydra.run.dir", "hydra.sweep.dir")
 """Keys whose value is a path, whatever letters it has."""
 
 
-def quoted(text: str) -> str:
+def quote_value(text: str) -> str:
     r"""Return `text` as a value that Hydra reads literally.
 
     >>> print(quoted("Dropbox (Lab)"), quoted("it's"), quoted("ends with \\"))
@@ -26,41 +26,41 @@ def quoted(text: str) -> str:
     return f"'{escaped}'"
 
 
-def value(text: object) -> str:
+def format_value(text: object) -> str:
     """Return a text as Hydra reads it, quoted only where it must be.
 
     >>> value("/data/runs"), value("a, b")
     ('/data/runs', "'a, b'")
     """
     plain = str(text)
-    return plain if _PLAIN.fullmatch(plain) else quoted(plain)
+    return plain if _PLAIN.fullmatch(plain) else quote_value(plain)
 
 
-def word(key: str, held: object) -> str:
+def format_word(key: str, held: object) -> str:
     """Return `key=value` for another process, with the value as `value` writes it.
 
     >>> word("output_root", "/data/runs"), word("output_root", "/data/a,b")
     ('output_root=/data/runs', "output_root='/data/a,b'")
     """
-    return f"{key}={value(held)}"
+    return f"{key}={format_value(held)}"
 
 
-def pasted(key: str, held: object) -> str:
+def shell_word(key: str, held: object) -> str:
     """Return `word` as a shell reads it.
 
     >>> pasted("output_root", "/data/runs"), pasted("data.prompts", "a b")
     ('output_root=/data/runs', '"data.prompts=\'a b\'"')
     """
-    text = word(key, held)
+    text = format_word(key, held)
     plain = shlex.quote(text)
     simple = not set(text) & set('"$`\\!')
     return f'"{text}"' if plain != text and simple else plain
 
 
-def literal(given: str) -> str:
+def quote_path_word(given: str) -> str:
     """Return a word whose value is always a path (`hydra.run.dir=DIR`) quoted, and others as they
     are."""
     key, is_pair, held = given.partition("=")
     if not is_pair or key not in _LITERAL or _QUOTED.fullmatch(held):
         return given
-    return word(key, held)
+    return format_word(key, held)

@@ -31,9 +31,9 @@ from digenrl.cluster.control import Control
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session, World
 from digenrl.config.settings import Settings
-from digenrl.config.stored import disagreements, identity
-from digenrl.hardware import assign, parse_hardware
-from digenrl.launchers.places import Place, numbering
+from digenrl.config.stored import find_disagreements, configuration_identity
+from digenrl.hardware import assign_ranks, parse_hardware
+from digenrl.launchers.places import Place, process_ranks
 from digenrl.record.code_version import code_version
 from digenrl.record.run_dir import append_event
 
@@ -75,7 +75,7 @@ def facts_of(settings: Settings, place: Place) -> ProcessFacts:
             "CUDA": str(torch.version.cuda or torch.version.hip),
         },
         platform.machine(),
-        identity(settings.tree),
+        configuration_identity(settings.tree),
     )
 
 
@@ -114,7 +114,7 @@ def check_machine(
         )
 
 
-def agree(settings: Settings, place: Place, world: World, session: Session) -> None:
+def compare_processes(settings: Settings, place: Place, world: World, session: Session) -> None:
     """Wait for every process of the job, compare them, and test the network between their nodes.
 
     Raises:
@@ -128,7 +128,7 @@ def agree(settings: Settings, place: Place, world: World, session: Session) -> N
     if place.rank == 0:
         control.set("process/0", json.dumps(asdict(own)))
     first = _facts_of_process_0(control)
-    if differences := compare(first, own):
+    if differences := find_differences(first, own):
         raise ValueError(
             f"process {place.rank} on {own.host} differs from process 0 on {first.host}: "
             f"{'; '.join(differences)}. Start every process with the same words, from the same "
@@ -141,7 +141,7 @@ def agree(settings: Settings, place: Place, world: World, session: Session) -> N
     ]
     hosts, architectures, firsts = zip(*all_said, strict=True)
     if place.rank == 0 and len(kinds := sorted(set(architectures))) > 1:
-        _warn(session, f"processors of several kinds: {', '.join(kinds)}")
+        _record_warning(session, f"processors of several kinds: {', '.join(kinds)}")
     nodes = [process for process, is_first in enumerate(firsts) if is_first]
     speeds = _test_pairs(control, session, nodes, place.rank)
     if place.rank == 0 and len(nodes) > 1:
@@ -150,7 +150,7 @@ def agree(settings: Settings, place: Place, world: World, session: Session) -> N
         check_collectives(world, session, store)
 
 
-def compare(first: ProcessFacts, own: ProcessFacts) -> list[str]:
+def find_differences(first: ProcessFacts, own: ProcessFacts) -> list[str]:
     """Return in what `own` differs from the facts of process 0, with both values.
 
     Example:
@@ -163,7 +163,7 @@ def compare(first: ProcessFacts, own: ProcessFacts) -> list[str]:
         for name, value in first.versions.items()
         if own.versions.get(name) != value
     ]
-    return versions + disagreements(first.configuration, own.configuration)
+    return versions + find_disagreements(first.configuration, own.configuration)
 
 
 def check_collectives(world: World, session: Session, store: dist.Store) -> None:
@@ -229,9 +229,9 @@ def _test_pairs(
         for pair in pairs:
             key = f"probe/{pair[0]}-{pair[1]}"
             if own == pair[0]:
-                _receive(control, session, key)
+                _receive_probe(control, session, key)
             elif own == pair[1]:
-                speeds[pair] = _send(control, session, key)
+                speeds[pair] = _send_probe(control, session, key)
                 control.set(f"{key}/gb_s", str(speeds[pair]))
     if own == 0:
         for pair in combinations(nodes, 2):
@@ -240,16 +240,16 @@ def _test_pairs(
     return speeds
 
 
-def _receive(control: Control, session: Session, key: str) -> None:
+def _receive_probe(control: Control, session: Session, key: str) -> None:
     """Listen for the peer of this pair, read all that it sends and answer with one byte."""
-    with session.network.listen(session.host) as listener:
+    with session.network.open_listener(session.host) as listener:
         listener.settimeout(session.limits.start_s)
         port = listener.getsockname()[1]
         control.set(key, json.dumps([session.host, port]))
         while True:
             peer, _ = listener.accept()
             with peer:
-                if session.handshake.admit(peer, "probe") is None:
+                if session.handshake.authenticate_peer(peer, "probe") is None:
                     continue  # a stranger
                 peer.settimeout(session.limits.start_s)
                 peer.sendall(b"+")
@@ -260,7 +260,7 @@ def _receive(control: Control, session: Session, key: str) -> None:
                 return
 
 
-def _send(control: Control, session: Session, key: str) -> float:
+def _send_probe(control: Control, session: Session, key: str) -> float:
     """Connect to the peer of this pair and send; return GB/s, from the first byte to the answer."""
     host, port = json.loads(control.wait_for(key, f"the peer of {key} to listen"))
     try:
@@ -293,19 +293,19 @@ def _report_pairs(
     trainers, rollouts = settings.allocation.split
     hardware = parse_hardware(settings.hardware)
     interface = session.network.interface_of(session.host)
-    placed = assign(hardware, trainers, rollouts)
-    pools = [placed[rank][0] for rank in numbering(hardware, trainers, rollouts)]
+    placed = assign_ranks(hardware, trainers, rollouts)
+    pools = [placed[rank][0] for rank in process_ranks(hardware, trainers, rollouts)]
     found = []
     for (one, other), speed in sorted(speeds.items()):
         found.append({"hosts": [hosts[one], hosts[other]], "gb_s": round(speed, 3)})
-        line = hardware.line(pools[one], pools[other])
+        line = hardware.line_between(pools[one], pools[other])
         expected = (
-            min(hardware.pool(pools[process]).inter_gb_s for process in (one, other))
+            min(hardware.find_pool(pools[process]).inter_gb_s for process in (one, other))
             if line is None
             else line.gb_s
         )
         if speed * SLOW < expected and not settings.hardware.emulate:
-            _warn(
+            _record_warning(
                 session,
                 f"{hosts[one]} and {hosts[other]}: {speed:.3g} GB/s over {interface}, the profile "
                 f"says {expected:.3g}: choose another network.interface, or correct the profile",
@@ -313,7 +313,7 @@ def _report_pairs(
     append_event(session.run_dir, "network", {"interface": interface, "pairs": found})
 
 
-def _warn(session: Session, text: str) -> None:
+def _record_warning(session: Session, text: str) -> None:
     """Print a warning, and record it for the report."""
     _log.warning("%s", text)
     append_event(session.run_dir, "warning", {"message": text})

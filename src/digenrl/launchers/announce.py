@@ -13,7 +13,7 @@ from digenrl.record.run_dir import LAUNCH, append_event
 from digenrl.settle import evaluating_ranks
 
 
-def announce(job: Job, run_dir: Path, checkpoint: Path | None) -> None:
+def announce_launch(job: Job, run_dir: Path, checkpoint: Path | None) -> None:
     """Record the launch, and print what is going to run from `checkpoint` (None: from the
     beginning)."""
     composed, (trainers, rollouts) = job.composed, job.ranks
@@ -25,12 +25,12 @@ def announce(job: Job, run_dir: Path, checkpoint: Path | None) -> None:
         run_dir, LAUNCH, {"world": world, "overrides": list(composed.overrides), **planned}
     )
     print(
-        "\n".join([*composed.notes, *described(job, run_dir, checkpoint), *job.memory]),
+        "\n".join([*composed.notes, *describe_launch(job, run_dir, checkpoint), *job.memory]),
         file=sys.stderr,
     )
 
 
-def described(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
+def describe_launch(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
     """Return the lines that precede a run: what runs where, with what schedule."""
     settings, (trainers, rollouts) = job.composed.settings, job.ranks
     data, schedule = settings.data, settings.schedule

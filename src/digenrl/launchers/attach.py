@@ -45,12 +45,12 @@ from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
 from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, start_heartbeat
 from digenrl.cluster.world import Session, World
 from digenrl.hardware import parse_hardware
-from digenrl.launchers.agreement import agree
-from digenrl.launchers.announce import announce
+from digenrl.launchers.agreement import compare_processes
+from digenrl.launchers.announce import announce_launch
 from digenrl.launchers.attempts import held_run_dir
 from digenrl.launchers.ending import end_alone, stop_grace
 from digenrl.launchers.job import Job
-from digenrl.launchers.places import Place, check_allocation, numbering
+from digenrl.launchers.places import Place, check_allocation, process_ranks
 from digenrl.launchers.reaching import read_access
 from digenrl.record.redact import redact_text
 from digenrl.record.run_dir import unix_time
@@ -81,7 +81,7 @@ def _stop_on_signals(
     """
     signals.count_all()
 
-    def watch() -> None:
+    def forward_signals() -> None:
         if number := signals.requests.get():
             control.set("signal", str(number))
             control.request_stop(f"signal {signal.Signals(number).name}")
@@ -92,7 +92,7 @@ def _stop_on_signals(
             if number:
                 control.set("give_up", "1")
 
-    threading.Thread(target=watch, name="stop-on-signals", daemon=True).start()
+    threading.Thread(target=forward_signals, name="stop-on-signals", daemon=True).start()
     try:
         yield
     finally:
@@ -101,7 +101,7 @@ def _stop_on_signals(
         signals.requests.put(0)
 
 
-def attach(place: Place, job: Job, signals: StopSignals) -> tuple[Path, RunOutcome]:
+def run_attached(place: Place, job: Job, signals: StopSignals) -> tuple[Path, RunOutcome]:
     """Run this process's rank to its end. Return the run directory and how the run ended.
 
     Raises:
@@ -111,11 +111,11 @@ def attach(place: Place, job: Job, signals: StopSignals) -> tuple[Path, RunOutco
     """
     settings, (trainers, rollouts) = job.composed.settings, job.ranks
     check_allocation(place, trainers, rollouts)
-    ranks = numbering(parse_hardware(settings.hardware), trainers, rollouts)
+    ranks = process_ranks(parse_hardware(settings.hardware), trainers, rollouts)
     handshake, limits, network = Handshake(), Limits(**settings.limits.model_dump()), job.network
-    host = network.address(lambda: place.host)
-    network.announce(host)
-    notices = _notices(place, limits.start_s)
+    host = network.interface_address(lambda: place.host)
+    network.announce_interface(host)
+    notices = _connect_notices(place, limits.start_s)
     names = {rank: f"rank {rank} ({'trainer' if rank < trainers else 'rollout'})" for rank in ranks}
     monitored = partial(
         LauncherMonitor, suspended_s=limits.suspended_s, name=names[ranks[place.rank]]
@@ -123,12 +123,12 @@ def attach(place: Place, job: Job, signals: StopSignals) -> tuple[Path, RunOutco
     with ExitStack() as ended:
         server: StoreServer | None = None
         if place.rank == 0:
-            run_dir = _prepare(job, signals)
+            run_dir = _prepare_run_dir(job, signals)
             monitor = monitored(
                 partial(end_alone, run_dir, settings)
             )  # forked before the store has threads
             ended.callback(monitor.stop)
-            server = StoreServer(network.listen(host), handshake)
+            server = StoreServer(network.open_listener(host), handshake)
             write_access(
                 run_dir,
                 Access(server.host, server.port, handshake.token, unix_time(), place.prefix),
@@ -140,7 +140,7 @@ def attach(place: Place, job: Job, signals: StopSignals) -> tuple[Path, RunOutco
         name = notices.get("checkpoint").decode()
         job = replace(job, checkpoint=run_dir / "checkpoints" / name if name else None)
         session = replace(
-            _session(run_dir, place, handshake), host=host, network=network, limits=limits
+            _session_from_access(run_dir, place, handshake), host=host, network=network, limits=limits
         )
         world = World(ranks[place.rank], trainers, rollouts, place.local_rank)
 
@@ -168,7 +168,7 @@ def attach(place: Place, job: Job, signals: StopSignals) -> tuple[Path, RunOutco
             Control(StoreClient(*session.store), world.rank, limits.start_s) for _ in range(2)
         )
         stops = _stop_on_signals(signals, watcher, partial(stop_grace, settings, run_dir))
-        outcome = _run(partial(_be_rank, job, place, world, session), world, control, stops)
+        outcome = _run_rank(partial(_be_rank, job, place, world, session), world, control, stops)
         session.over.set()
         with suppress(StoreLost):  # process 0 is gone
             control.set(f"left/{world.rank}", "1")
@@ -184,11 +184,11 @@ def attach(place: Place, job: Job, signals: StopSignals) -> tuple[Path, RunOutco
     return run_dir, outcome
 
 
-def _prepare(job: Job, signals: StopSignals) -> Path:
+def _prepare_run_dir(job: Job, signals: StopSignals) -> Path:
     """Make the run directory; return its absolute path."""
     signals.count_all()  # what exists from here on is ended in order
     run_dir = held_run_dir(job)
-    announce(job, run_dir, job.checkpoint)
+    announce_launch(job, run_dir, job.checkpoint)
     return run_dir.absolute()
 
 
@@ -198,11 +198,11 @@ def _be_rank(job: Job, place: Place, world: World, session: Session) -> None:
     if not job.composed.settings.hardware.emulate:
         devices.take_gpu(world.local_rank)
         devices.claim_gpu(session, world.rank)
-    agree(job.composed.settings, place, world, session)
+    compare_processes(job.composed.settings, place, world, session)
     run.fit_rank(job.composed.settings, job.checkpoint, job.advice, world, session)
 
 
-def _run(
+def _run_rank(
     rank_main: Callable[[], None],
     world: World,
     control: Control,
@@ -221,10 +221,10 @@ def _run(
         cause = f"rank {world.rank} ({world.role}) raised {type(error).__name__}: {error}"
         # Nobody else shows it: under a scheduler a rank has no log but the terminal.
         told = str(error) if isinstance(error, Aborted) else traceback.format_exc()
-        _say(told)
+        _print_redacted(told)
         with suppress(StoreLost):
             cause = control.get("abort") or cause
-            control.abort(cause)
+            control.abort_run(cause)
         return RunOutcome("failed", cause, 1)
 
 
@@ -249,55 +249,55 @@ def _watch_ranks(
     """
     own = next(iter(names))
 
-    def run() -> None:
+    def watch_heartbeats() -> None:
         monitor = HeartbeatMonitor(control, dict.fromkeys(names), limits)
         with suppress(StoreLost):  # the store is gone; whoever waits for it says so
             while control.get("abort") is None and control.get("done") is None:
-                for rank, cause in monitor.unresponsive(
+                for rank, cause in monitor.find_unresponsive(
                     [*names, *members.joined_elsewhere]
                 ).items():
                     refusal = (
-                        f"{names[rank]} {cause}" if rank in names else members.gone(rank, cause)
+                        f"{names[rank]} {cause}" if rank in names else members.remove_rollout(rank, cause)
                     )
                     if refusal is not None:
-                        control.abort(refusal)
+                        control.abort_run(refusal)
                     if rank == own:
                         # The main thread hangs and cannot clean up, so this thread reports and ends
                         # the process.
                         faulthandler.dump_traceback(2)
                         on_own(f"{names[rank]} {cause}")
                         os._exit(1)
-                if (refusal := members.watch()) is not None:
-                    control.abort(refusal)
+                if (refusal := members.check_joined_rollouts()) is not None:
+                    control.abort_run(refusal)
                 if not control.stopping and (number := members.grant_leaves()):
                     control.set("signal", str(number))
                     control.request_stop(f"signal {signal.Signals(number).name}")
                 time.sleep(_TICK_S)
             if (abort := control.get("abort")) is not None:
-                _say(f"the run is aborted: {abort}")
+                _print_redacted(f"the run is aborted: {abort}")
                 seconds = limits.abort_s + limits.leave_s
                 others = [rank for rank in names if rank != own]
                 if staying := _wait_until_left(control, others, seconds):
                     late = ", ".join(names[rank] for rank in staying)
-                    _say(f"{late}: not left {seconds:g} s after the run was aborted")
+                    _print_redacted(f"{late}: not left {seconds:g} s after the run was aborted")
 
-    threading.Thread(target=run, name="watch-ranks", daemon=True).start()
+    threading.Thread(target=watch_heartbeats, name="watch-ranks", daemon=True).start()
 
 
-def _say(text: str) -> None:
+def _print_redacted(text: str) -> None:
     print(redact_text(text), file=sys.stderr, flush=True)
 
 
 def _say_death(session: Session, rank: int, cause: str) -> None:
     """Abort the run with `cause`, on behalf of a rank that cannot report its own death."""
-    _say(cause)
+    _print_redacted(cause)
     with suppress(StoreLost):
         control = Control(StoreClient(*session.store), rank)
-        control.abort(cause)
+        control.abort_run(cause)
         control.set(f"left/{rank}", "1")
 
 
-def _notices(place: Place, seconds: float) -> dist.Store:
+def _connect_notices(place: Place, seconds: float) -> dist.Store:
     """Connect to the store on which process 0 announces the run directory: a torchrun agent's, or
     that of process 0."""
     host, limit = place.host if place.hosts_store else place.address, timedelta(seconds=seconds)
@@ -340,7 +340,7 @@ def _learn_run_dir(notices: dist.Store, place: Place, patience: float) -> Path:
     return run_dir
 
 
-def _session(run_dir: Path, place: Place, handshake: Handshake) -> Session:
+def _session_from_access(run_dir: Path, place: Place, handshake: Handshake) -> Session:
     """Return the session that the access file of process 0 describes.
 
     Raises:

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Protocol
 
 from digenrl import run
-from digenrl.cluster.launcher import Launch, Launcher, RunOutcome, launch
+from digenrl.cluster.launcher import Launch, Launcher, RunOutcome, launch_ranks
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.restarts import Restarts
 from digenrl.cluster.signals import StopSignals
 from digenrl.config import EXIT_CODE, prepare_run_dir_or_exit
 from digenrl.config.settings import Settings
-from digenrl.launchers.announce import announce
+from digenrl.launchers.announce import announce_launch
 from digenrl.launchers.ending import end_alone, stop_grace
-from digenrl.launchers.job import Job, NotStarted, launcher_of, newest
+from digenrl.launchers.job import Job, NotStarted, launcher_of, newest_checkpoint
 from digenrl.record import run_lock
 from digenrl.record.run_dir import METRICS, RESTART, append_event
 from digenrl.report.read_run import JsonlTail
@@ -46,7 +46,7 @@ Show = Callable[[Path, int, States], Shown]
 """Makes a display from the run directory, the number of RL steps and the ranks' states."""
 
 
-def fork(job: Job, signals: StopSignals, show: Show) -> tuple[Path, RunOutcome]:
+def fork_ranks(job: Job, signals: StopSignals, show: Show) -> tuple[Path, RunOutcome]:
     """Start every rank, and show the run until the last one is gone; return the run directory and
     how the run ended.
 
@@ -64,13 +64,13 @@ def fork(job: Job, signals: StopSignals, show: Show) -> tuple[Path, RunOutcome]:
     )
     metrics.read()
     while True:
-        announce(job, run_dir, checkpoint)
+        announce_launch(job, run_dir, checkpoint)
         try:
-            outcome = launch(_attempt(job, launcher, run_dir, checkpoint, signals, show))
+            outcome = launch_ranks(_attempt_launch(job, launcher, run_dir, checkpoint, signals, show))
         except OSError as error:  # no free port
             return run_dir, RunOutcome("failed", str(error), 1)
         finally:
-            managed.clear(os.getpid())
+            managed.remove_shared_folder(os.getpid())
         began = 0 if checkpoint is None else step_of(checkpoint)
         finished = [int(row["rl_step"]) for row in metrics.read() if row.get("kind") == "step"][
             -1:
@@ -82,7 +82,7 @@ def fork(job: Job, signals: StopSignals, show: Show) -> tuple[Path, RunOutcome]:
         except _Over as over:
             outcome.cause = str(over)
             return run_dir, outcome
-        if number := _pause(restarts.pause_s, signals):
+        if number := _wait_for_signal(restarts.pause_s, signals):
             return run_dir, RunOutcome(
                 "stopped", f"signal {number.name}, before it began again", 128 + number
             )
@@ -92,7 +92,7 @@ def held_run_dir(job: Job) -> Path:
     """Make the run's directory, take its lock and return its path."""
     run_dir = prepare_run_dir_or_exit(job.composed)
     try:
-        run_lock.hold(run_dir)
+        run_lock.hold_run(run_dir)
     except run_lock.RunIsHeld as error:
         raise NotStarted(error, EXIT_CODE) from error
     run_lock.say_holder(run_dir)
@@ -116,12 +116,12 @@ def _begin_again(
     Raises:
         _Over: the run does not start again.
     """
-    if (refusal := restarts.refuse(cause, began, finished)) is not None:
+    if (refusal := restarts.refuse_restart(cause, began, finished)) is not None:
         raise _Over(refusal)
     found = (run_dir / "checkpoints").glob("*step-*")
     saved = any(not path.name.startswith(UNFINISHED) for path in found)
     try:
-        checkpoint = newest(run_dir) if saved else None
+        checkpoint = newest_checkpoint(run_dir) if saved else None
     except CheckpointError as error:
         raise _Over(f"{cause}; {error}") from error
     facts = {"cause": cause, "rl_step": finished, "checkpoint": checkpoint and checkpoint.name}
@@ -135,7 +135,7 @@ def _begin_again(
     return checkpoint
 
 
-def _attempt(
+def _attempt_launch(
     job: Job,
     launcher: Launcher,
     run_dir: Path,
@@ -161,16 +161,16 @@ def _attempt(
         stop_grace=partial(stop_grace, settings, run_dir),
         stop_save_s=settings.allocation.stop_save_s,
         signals=signals,
-        on_tick=shown.tick,
-        on_end=shown.end,
-        on_orphaned=partial(_orphaned, run_dir, os.getpid(), settings),
+        on_tick=shown.update_display,
+        on_end=shown.close_display,
+        on_orphaned=partial(_close_orphaned, run_dir, os.getpid(), settings),
     )
 
 
-def _orphaned(run_dir: Path, launcher: int, settings: Settings, cause: str) -> None:
+def _close_orphaned(run_dir: Path, launcher: int, settings: Settings, cause: str) -> None:
     """Close a run whose launcher was killed, in the monitor's process."""
     end_alone(run_dir, settings, cause)
-    managed.clear(launcher)
+    managed.remove_shared_folder(launcher)
 
 
 class _Shown:
@@ -180,13 +180,13 @@ class _Shown:
         self._make = make
         self._display: Shown | None = None
 
-    def tick(self, states: States) -> None:
+    def update_display(self, states: States) -> None:
         """Show what is new. The display is made with the first tick, when all ranks are forked."""
         if self._display is None:
             self._display = self._make(states)
         self._display.poll()
 
-    def end(self) -> None:
+    def close_display(self) -> None:
         """Leave the terminal as it was."""
         if self._display is not None:
             self._display.close()
@@ -201,7 +201,7 @@ def _is_saved(run_dir: Path, step: int) -> bool:
     return True
 
 
-def _pause(seconds: float, signals: StopSignals) -> signal.Signals | None:
+def _wait_for_signal(seconds: float, signals: StopSignals) -> signal.Signals | None:
     """Wait, and return the signal that ended the wait, if any."""
     deadline = time.monotonic() + seconds
     while not signals.count and time.monotonic() < deadline:

@@ -70,9 +70,9 @@ def _scheduler_limit() -> float:
     return math.inf
 
 
-def report(run_dir: Path, outcome: RunOutcome, settings: Settings) -> None:
+def report_end(run_dir: Path, outcome: RunOutcome, settings: Settings) -> None:
     """Write summary, trace, pictures and report, and show the end of the run."""
-    if outcome.status == "completed" and (unscored := _unscored(run_dir)) is not None:
+    if outcome.status == "completed" and (unscored := _unscored_cause(run_dir)) is not None:
         outcome.status, outcome.cause, outcome.exit_code = "failed", unscored, 1
     cause = None if outcome.cause is None else redact_text(outcome.cause)
     summary = finish(run_dir, outcome.status, cause)
@@ -81,12 +81,12 @@ def report(run_dir: Path, outcome: RunOutcome, settings: Settings) -> None:
         print(f"began again after: {cause}", file=sys.stderr)
     for loss in summary["lost"]:
         print(f"went on without a rank: {loss}", file=sys.stderr)
-    run_lock.release(run_dir)
+    run_lock.release_run(run_dir)
     if outcome.status != "completed":
         _say_end(run_dir, outcome.status, cause, settings)
 
 
-def _unscored(run_dir: Path) -> str | None:
+def _unscored_cause(run_dir: Path) -> str | None:
     """Return why a complete run has learned nothing: no sample of it was ever scored."""
     rows = [row for row in JsonlTail(run_dir / METRICS).read() if row.get("kind") == "step"]
     if not rows or any(row.get("reward") is not None for row in rows):
@@ -113,7 +113,7 @@ def _say_end(run_dir: Path, status: str, cause: str | None, settings: Settings) 
     print(f"{status}: {cause}", file=sys.stderr, flush=True)
     if any((run_dir / "checkpoints").glob("step-*")):
         print(
-            f"to continue: {to_continue(run_dir, given=settings.plain())}",
+            f"to continue: {to_continue(run_dir, given=settings.as_plain())}",
             file=sys.stderr,
             flush=True,
         )

@@ -17,9 +17,9 @@ from digenrl.cluster.launcher import Launcher, RankMain, check_open_files
 from digenrl.cluster.network import Network
 from digenrl.config import EXIT_CODE, Composed, ConfigError
 from digenrl.config.commands import to_continue
-from digenrl.config.stored import identity, untied
+from digenrl.config.stored import configuration_identity, compare_ties
 from digenrl.launchers.agreement import check_machine
-from digenrl.launchers.missing import refusal
+from digenrl.launchers.missing import explain_refusal
 from digenrl.launchers.on_ray import RayLauncher
 from digenrl.launchers.places import Place, place_of
 from digenrl.record import run_lock
@@ -78,7 +78,7 @@ class Job:
         settings = self.composed.settings
         if not settings.allocation.rollouts or settings.schedule.claims == "split":
             return {}
-        return {"code": code_version(), "configuration": identity(settings.tree)}
+        return {"code": code_version(), "configuration": configuration_identity(settings.tree)}
 
 
 class NotStarted(Exception):
@@ -88,7 +88,7 @@ class NotStarted(Exception):
         super().__init__(cause)
         self.exit_code, self.run_dir = exit_code, run_dir
 
-    def said(self) -> int:
+    def print_cause(self) -> int:
         """Print the cause, and the complete run as the last line of standard output; return the
         exit code."""
         print(self, file=sys.stderr)
@@ -97,7 +97,7 @@ class NotStarted(Exception):
         return self.exit_code
 
 
-def prepare(composed: Composed, advisor: Advisor) -> Job:
+def prepare_job(composed: Composed, advisor: Advisor) -> Job:
     """Return the job of a configuration.
 
     Raises:
@@ -108,13 +108,13 @@ def prepare(composed: Composed, advisor: Advisor) -> Job:
     try:
         place = find_place()
         if composed.resumed and (place is None or place.rank == 0):
-            run_lock.hold(composed.run_dir)
+            run_lock.hold_run(composed.run_dir)
     except (ValueError, OSError) as error:
         raise NotStarted(error, EXIT_CODE) from error
-    checkpoint = _continued(composed, verifies=place is None or place.rank == 0)
+    checkpoint = _find_checkpoint(composed, verifies=place is None or place.rank == 0)
     try:
         require_weights(
-            {} if settings.hardware.emulate else settings.node("reward"), settings.callbacks
+            {} if settings.hardware.emulate else settings.node_at("reward"), settings.callbacks
         )
         composed = settle_run(composed, advisor, None if place is None else place.size)
         parts.check_parts(composed.settings)
@@ -124,7 +124,7 @@ def prepare(composed: Composed, advisor: Advisor) -> Job:
         advice = advisor.advise_ranks(composed, *ranks)
         memory = advisor.memory_lines(composed, *ranks)
     except (ValueError, OSError) as error:
-        said = refusal(asked, advisor, error, local=place is None)
+        said = explain_refusal(asked, advisor, error, local=place is None)
         raise NotStarted(said, EXIT_CODE) from error
     return Job(composed, advice, place, checkpoint, tuple(memory))
 
@@ -142,7 +142,7 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     return place_of(environment)
 
 
-def _continued(composed: Composed, verifies: bool) -> Path | None:
+def _find_checkpoint(composed: Composed, verifies: bool) -> Path | None:
     """Return the checkpoint that a resumed run continues from; None for a new run.
 
     Args:
@@ -155,13 +155,13 @@ def _continued(composed: Composed, verifies: bool) -> Path | None:
     if not composed.resumed:
         return None
     try:
-        checkpoint = newest(composed.run_dir, verifies)
+        checkpoint = newest_checkpoint(composed.run_dir, verifies)
     except CheckpointError as error:
         raise NotStarted(error, 1) from error
     problems, notes = (
         ([], [])
         if not verifies
-        else untied(composed.run_dir, ties_of(checkpoint), composed.overrides)
+        else compare_ties(composed.run_dir, ties_of(checkpoint), composed.overrides)
     )
     if problems:
         raise NotStarted(ConfigError(problems), EXIT_CODE)
@@ -171,7 +171,7 @@ def _continued(composed: Composed, verifies: bool) -> Path | None:
     if step < composed.settings.max_rl_steps:
         return checkpoint
     words = (f"max_rl_steps={2 * step}",)
-    again = to_continue(composed.run_dir, *words, given=composed.settings.plain())
+    again = to_continue(composed.run_dir, *words, given=composed.settings.as_plain())
     said = (
         f"{composed.run_dir} is complete at RL step {step}; nothing was started or written. To go "
         f"on, raise max_rl_steps: {again}"
@@ -179,7 +179,7 @@ def _continued(composed: Composed, verifies: bool) -> Path | None:
     raise NotStarted(said, 0, composed.run_dir)
 
 
-def newest(run_dir: Path, verifies: bool = True) -> Path:
+def newest_checkpoint(run_dir: Path, verifies: bool = True) -> Path:
     """Return the newest whole checkpoint; damaged ones are named on standard error. Without
     `verifies`, return the newest one by its name.
 
@@ -217,7 +217,7 @@ class ThisMachine:
     def ranks_here(self) -> int:
         return most_ranks(self._composed)
 
-    def check(self) -> None:
+    def check_devices(self) -> None:
         count = sum(begins_with(self._composed.settings))
         if not self._composed.settings.hardware.emulate:
             devices.check_gpus(
@@ -243,12 +243,12 @@ def check_place(composed: Composed, place: Place | None) -> None:
     """
     if place is None:
         launcher = launcher_of(composed)
-        launcher.check()
+        launcher.check_devices()
         here = launcher.ranks_here
     else:
-        place.check(composed.settings)
+        place.check_run(composed.settings)
         here = place.local_size
     asked = composed.settings.network
-    Network(asked.interface, asked.ports).check(1 + here)
+    Network(asked.interface, asked.ports).check_listeners(1 + here)
     gpus = not composed.settings.hardware.emulate and bool(devices.usable_gpus())
     check_machine(here, gpus, alone=place is None or place.size == place.local_size)

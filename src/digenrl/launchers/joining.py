@@ -55,13 +55,13 @@ class JoinRequest:
     def place(self) -> str:
         return f"{self.access.host}:{self.access.port}"
 
-    def handshake(self, rank: int) -> Handshake:
+    def make_handshake(self, rank: int) -> Handshake:
         """Return the handshake by which this process proves its right to join."""
         return Handshake(token=self.access.token, rank=rank)
 
-    def control(self, rank: int = -1) -> Control:
+    def connect_control(self, rank: int = -1) -> Control:
         """Return the run's control store, as `rank` reaches it."""
-        return Control(StoreClient(self.access.host, self.access.port, self.handshake(rank)), rank)
+        return Control(StoreClient(self.access.host, self.access.port, self.make_handshake(rank)), rank)
 
 
 def credentials_of(request: JoinRequest) -> Mapping[str, Any]:
@@ -71,7 +71,7 @@ def credentials_of(request: JoinRequest) -> Mapping[str, Any]:
         ValueError: no run answers, the token is that of another run, or the run is ending.
     """
     try:
-        shown, cause, *ends = request.control().get_all([CREDENTIALS, "abort", "stop", "done"])
+        shown, cause, *ends = request.connect_control().get_all([CREDENTIALS, "abort", "stop", "done"])
     except NotOfThisRun as error:
         raise ValueError(
             f"the token is not that of the run at {request.place}: take "
@@ -98,7 +98,7 @@ def credentials_of(request: JoinRequest) -> Mapping[str, Any]:
     return found
 
 
-def join(
+def join_run(
     request: JoinRequest, rank_main: Callable[[World, Session], None], signals: StopSignals
 ) -> RunOutcome:
     """Be a rollout of the run until the run ends or this process is asked to leave. Return how that
@@ -108,8 +108,8 @@ def join(
         OSError, StoreLost: the run is gone.
     """
     # One atomic add, so that two processes that join at once get different numbers.
-    rank = request.control().add("ranks", 1) - 1
-    control, access, settings = request.control(rank), request.access, request.settings
+    rank = request.connect_control().add("ranks", 1) - 1
+    control, access, settings = request.connect_control(rank), request.access, request.settings
     network, limits = (
         Network(settings.network.interface, settings.network.ports),
         Limits(**settings.limits.model_dump()),
@@ -118,10 +118,10 @@ def join(
     session = Session(
         access.host,
         access.port,
-        request.handshake(rank),
+        request.make_handshake(rank),
         request.run_dir,
         access.epoch,
-        network.address(lambda: source_address(access.host)),
+        network.interface_address(lambda: source_address(access.host)),
         network,
         limits,
     )
@@ -140,7 +140,7 @@ def join(
             if signals.count > asked:
                 asked = signals.count
                 control.set(f"ask/{rank}", str(signals.number))
-            cause = cause or monitor.unresponsive([rank]).get(rank)
+            cause = cause or monitor.find_unresponsive([rank]).get(rank)
             if cause is not None or asked > 1:
                 process.kill()
             process.join(_TICK_S)
@@ -149,7 +149,7 @@ def join(
         )
         if left is not None:
             return RunOutcome("completed" if done else "left")
-        cause = cause or said or _end(process.exitcode or 0)
+        cause = cause or said or _describe_end(process.exitcode or 0)
         control.set(end_key(rank), cause)
         cause = f"the run ended: {abort}" if abort else cause
     except StoreLost:
@@ -165,7 +165,7 @@ def join(
     )
 
 
-def _end(code: int) -> str:
+def _describe_end(code: int) -> str:
     return (
         f"was killed by signal {-code} ({signal.Signals(-code).name})"
         if code < 0

@@ -14,7 +14,7 @@ from digenrl.advisor import Advisor
 from digenrl.config import Composed
 from digenrl.config.commands import shell_command
 from digenrl.config.settings import Settings
-from digenrl.rewards.needs import absent, require_weights, unscorable
+from digenrl.rewards.needs import download_remedy, require_weights, unscorable_prompts
 from digenrl.settle import allocated_ranks, settle_run
 
 _FETCH = "`make fetch` with the EXP, HW and ARGS of this run"
@@ -34,7 +34,7 @@ class Need:
     missing: bool
 
 
-def needs(composed: Composed, advisor: Advisor, local: bool = True) -> Iterator[Need]:
+def find_needs(composed: Composed, advisor: Advisor, local: bool = True) -> Iterator[Need]:
     """Yield what the run of a new configuration needs, GPUs first. Nothing is built.
 
     Args:
@@ -43,18 +43,18 @@ def needs(composed: Composed, advisor: Advisor, local: bool = True) -> Iterator[
     settings = composed.settings
     real_places = local and settings.launch == "local" and not settings.hardware.emulate
     if real_places:
-        yield from _of("GPUs", partial(_gpus, settings), "the ranks have what they ask for")
-    yield from _of("memory", lambda: settle_run(composed, advisor), "every rank fits")
+        yield from _needs_of_check("GPUs", partial(_check_gpus, settings), "the ranks have what they ask for")
+    yield from _needs_of_check("memory", lambda: settle_run(composed, advisor), "every rank fits")
     if settings.hardware.emulate:
         return
-    yield _model(settings)
-    weights = partial(require_weights, settings.node("reward"), settings.callbacks)
-    yield from _of("rewards", weights, "their weights are here")
-    scorers = partial(unscorable, settings.node("reward"), ())
-    yield from _of("scorers", scorers, "their packages are here")
+    yield _model_need(settings)
+    weights = partial(require_weights, settings.node_at("reward"), settings.callbacks)
+    yield from _needs_of_check("rewards", weights, "their weights are here")
+    scorers = partial(unscorable_prompts, settings.node_at("reward"), ())
+    yield from _needs_of_check("scorers", scorers, "their packages are here")
 
 
-def refusal(composed: Composed, advisor: Advisor, first: Exception, local: bool) -> str:
+def explain_refusal(composed: Composed, advisor: Advisor, first: Exception, local: bool) -> str:
     """Return what a run that cannot start lacks, and the command that goes on.
 
     Args:
@@ -63,14 +63,14 @@ def refusal(composed: Composed, advisor: Advisor, first: Exception, local: bool)
     """
     if composed.resumed:
         return str(first)
-    found = [need for need in needs(composed, advisor, local) if need.missing]
-    if not _explains(found, first):
+    found = [need for need in find_needs(composed, advisor, local) if need.missing]
+    if not _explains_failure(found, first):
         return str(first)
     hardware = composed.settings.hardware
     on_processors = hardware.build == "real" and all(
         pool.gpu == "cpu" for pool in hardware.pools.values()
     )
-    lines = [f"  - {need.subject}: {_said(need, composed, on_processors)}" for need in found]
+    lines = [f"  - {need.subject}: {_need_text(need, composed, on_processors)}" for need in found]
     too_large = on_processors and any(need.subject in ("memory", "model") for need in found)
     if too_large:
         lines.insert(0, f"  - GPUs: {_profile_needed(composed)}")
@@ -79,7 +79,7 @@ def refusal(composed: Composed, advisor: Advisor, first: Exception, local: bool)
     return "\n".join([head, *lines, *_go_on(composed, found, too_large)])
 
 
-def _explains(found: Sequence[Need], first: Exception) -> bool:
+def _explains_failure(found: Sequence[Need], first: Exception) -> bool:
     """Return whether one of the missing things is why a run failed."""
     cause = str(first)
     return any(need.text in cause or cause in need.text for need in found) or (
@@ -87,16 +87,16 @@ def _explains(found: Sequence[Need], first: Exception) -> bool:
     )
 
 
-def _gpus(settings: Settings) -> None:
+def _check_gpus(settings: Settings) -> None:
     ranks = sum(allocated_ranks(settings))
     devices.check_gpus(settings, {rank: rank for rank in range(ranks)}, ranks, devices.usable_gpus())
 
 
-def _model(settings: Settings) -> Need:
+def _model_need(settings: Settings) -> Need:
     model = settings.model
     real = model.get("build", "real") == "real"
     named = model.path if real and model.path != "random" else None
-    remedy = named and "/" in named and absent(named, "model.path", named)
+    remedy = named and "/" in named and download_remedy(named, "model.path", named)
     if remedy:
         licence = f"https://huggingface.co/{named}"
         known = f"if it is gated, accept its licence at {licence} and run `hf auth login` once"
@@ -104,7 +104,7 @@ def _model(settings: Settings) -> Need:
     return Need("model", str(named or "nothing to download"), False)
 
 
-def _of(subject: str, check: Callable[[], object], fine: str) -> Iterator[Need]:
+def _needs_of_check(subject: str, check: Callable[[], object], fine: str) -> Iterator[Need]:
     """Yield each line of the check's ValueError, or `fine`."""
     try:
         check()
@@ -114,7 +114,7 @@ def _of(subject: str, check: Callable[[], object], fine: str) -> Iterator[Need]:
         yield Need(subject, fine, False)
 
 
-def _said(need: Need, composed: Composed, on_processors: bool) -> str:
+def _need_text(need: Need, composed: Composed, on_processors: bool) -> str:
     text = need.text
     if need.subject == "memory" and on_processors and (found := _NO_MACHINE.match(text)):
         text = f"{found['needs']}."

@@ -35,7 +35,7 @@ from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session, World
 from digenrl.config.settings import Settings
 from digenrl.config.stored import words_to_join
-from digenrl.hardware import assign, parse_hardware
+from digenrl.hardware import assign_ranks, parse_hardware
 from digenrl.launchers.places import UNUSED_ADDRESS
 from digenrl.launchers.reaching import source_address
 from digenrl.record.redact import is_secret_name
@@ -90,7 +90,7 @@ class RayLauncher:
     def host(self) -> str:
         return driver_host(self._settings.ray.address)
 
-    def check(self) -> None:
+    def check_devices(self) -> None:
         """Do nothing: each rank checks its GPU by itself, after Ray has given it one."""
         driver_host(self._settings.ray.address)
 
@@ -106,14 +106,14 @@ class RayLauncher:
             settings.hardware.emulate,
         )
 
-        def want(pool: str) -> dict[str, float]:
+        def wanted_resources(pool: str) -> dict[str, float]:
             if pool in own.resources:
                 return dict(own.resources[pool])
-            return {"CPU": 1} if emulated or hardware.pool(pool).gpu == "cpu" else {"GPU": 1}
+            return {"CPU": 1} if emulated or hardware.find_pool(pool).gpu == "cpu" else {"GPU": 1}
 
         trainers, rollouts = settings.allocation.split
-        wants = tuple(want(pool) for pool, _ in assign(hardware, trainers, rollouts))
-        return seated(
+        wants = tuple(wanted_resources(pool) for pool, _ in assign_ranks(hardware, trainers, rollouts))
+        return seated_ranks(
             Places(
                 own.address,
                 wants,
@@ -151,7 +151,7 @@ class Seat:
                 f"this machine ({host}) does not see the run directory {session.run_dir}: set "
                 "output_root to a directory that all machines share"
             )
-            Control(StoreClient(*session.store), world.rank).report(True, error)
+            Control(StoreClient(*session.store), world.rank).report_error(True, error)
             return 1
         return run_rank(rank_main, world, session)
 
@@ -180,7 +180,7 @@ class RayRank:
         self._actor = actor
         self.exitcode: int | None = None
         self.sentinel, self._ends = os.pipe()
-        call.future().add_done_callback(self._ended)
+        call.future().add_done_callback(self._note_exit)
 
     def kill(self) -> None:
         """End the rank at once."""
@@ -194,7 +194,7 @@ class RayRank:
         if self.exitcode is None:
             connection.wait([self.sentinel], timeout)
 
-    def _ended(self, call: Future[int]) -> None:
+    def _note_exit(self, call: Future[int]) -> None:
         self.exitcode = call.result() if call.exception() is None else -signal.SIGKILL
         os.close(self._ends)
 
@@ -219,7 +219,7 @@ def driver_host(address: str | None) -> str:
 
 
 @contextmanager
-def seated(
+def seated_ranks(
     places: Places, trainers: int
 ) -> Iterator[Callable[[RankMain, World, Session], RayRank]]:
     """Give every rank a place: trainers in one placement group, each rollout by itself. At exit all
@@ -251,11 +251,11 @@ def seated(
         ) from error
     try:
         remote: Any = ray.remote(Seat)
-        environment = {"env_vars": inherited(os.environ)}
+        environment = {"env_vars": inherited_variables(os.environ)}
         free = ray.available_resources()
         group = placement_group([dict(want) for want in places.wants[:trainers]], strategy="PACK")
 
-        def seat(rank: int) -> Any:
+        def create_actor(rank: int) -> Any:
             want = places.wants[rank]
             options: dict[str, Any] = {
                 "num_cpus": want.get("CPU", 0),
@@ -268,14 +268,14 @@ def seated(
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, rank)
             return remote.options(runtime_env=environment, max_restarts=0, **options).remote()
 
-        seats = [seat(rank) for rank in range(places.first)]
+        seats = [create_actor(rank) for rank in range(places.first)]
         _wait_for_places(places, [actor.ready.remote() for actor in seats], free)
 
-        def fill(rank: int, run_dir: Path, life: RayRank | None) -> None:
-            how = life, partial(seat, rank), run_dir, places.respawn_s, over, places.words
-            threading.Thread(target=_fill, args=how, name=f"fill-{rank}", daemon=True).start()
+        def start_refilling(rank: int, run_dir: Path, life: RayRank | None) -> None:
+            how = life, partial(create_actor, rank), run_dir, places.respawn_s, over, places.words
+            threading.Thread(target=_refill_place, args=how, name=f"fill-{rank}", daemon=True).start()
 
-        def start(rank_main: RankMain, world: World, session: Session) -> RayRank:
+        def start_actor(rank_main: RankMain, world: World, session: Session) -> RayRank:
             names = (
                 "store_host",
                 "store_port",
@@ -290,19 +290,19 @@ def seated(
                 seats[world.rank], seats[world.rank].live.remote(rank_main, world, facts)
             )
             if not world.is_trainer:
-                fill(world.rank, session.run_dir, life)
+                start_refilling(world.rank, session.run_dir, life)
             if world.rank == places.first - 1:
                 for rank in range(places.first, len(places.wants)):
-                    fill(rank, session.run_dir, None)
+                    start_refilling(rank, session.run_dir, None)
             return life
 
-        yield start
+        yield start_actor
     finally:
         over.set()
         ray.shutdown()
 
 
-def _fill(
+def _refill_place(
     life: RayRank | None,
     seat: Callable[[], Any],
     run_dir: Path,
@@ -329,7 +329,7 @@ def _fill(
         life, pause_s = None, 2 * pause_s
 
 
-def inherited(environment: Mapping[str, str]) -> dict[str, str]:
+def inherited_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that ranks take over from the driver, without secrets: Ray keeps and
     shows them."""
     return {

@@ -10,7 +10,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from digenrl import devices
 from digenrl.config.settings import Settings
-from digenrl.hardware import Hardware, assign, parse_hardware
+from digenrl.hardware import Hardware, assign_ranks, parse_hardware
 from digenrl.launchers.reaching import source_address
 from digenrl.settle import begins_with
 
@@ -47,7 +47,7 @@ class Place:
             return source_address(UNUSED_ADDRESS)
         return host
 
-    def check(self, settings: Settings) -> None:
+    def check_run(self, settings: Settings) -> None:
         """Refuse a run with other ranks than the started processes, or without this rank's GPU.
 
         Raises:
@@ -56,7 +56,7 @@ class Place:
         if not settings.hardware.emulate:
             trainers, rollouts = begins_with(settings)
             check_allocation(self, trainers, rollouts)
-            rank = numbering(parse_hardware(settings.hardware), trainers, rollouts)[self.rank]
+            rank = process_ranks(parse_hardware(settings.hardware), trainers, rollouts)[self.rank]
             devices.check_gpus(settings, {rank: self.local_rank}, self.local_size, devices.usable_gpus())
 
 
@@ -108,14 +108,14 @@ def _tasks_here(environment: Mapping[str, str]) -> int:
     return counts[int(environment["SLURM_NODEID"])]
 
 
-def numbering(hardware: Hardware, trainers: int, rollouts: int) -> tuple[int, ...]:
+def process_ranks(hardware: Hardware, trainers: int, rollouts: int) -> tuple[int, ...]:
     """Return the rank of each process that a scheduler started. The first ranks are trainers.
 
     Processes are started pool by pool in the profile's order, as many in each as `assign` gives it.
     The profile decides which of them train. Example: [3, 0, 1, 2] means that the first process is
     on a rollout pool and becomes rank 3.
     """
-    placed = [pool for pool, _ in assign(hardware, trainers, rollouts)]
+    placed = [pool for pool, _ in assign_ranks(hardware, trainers, rollouts)]
     return tuple(
         rank for pool in hardware.pools for rank, name in enumerate(placed) if name == pool.name
     )

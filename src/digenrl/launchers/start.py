@@ -7,12 +7,12 @@ from pathlib import Path
 from digenrl.cluster.launcher import RunOutcome
 from digenrl.cluster.signals import StopSignals
 from digenrl.config import EXIT_CODE
-from digenrl.launchers.attach import attach
-from digenrl.launchers.attempts import Show, fork
+from digenrl.launchers.attach import run_attached
+from digenrl.launchers.attempts import Show, fork_ranks
 from digenrl.launchers.job import Job, NotStarted
 
 
-def launch(job: Job, signals: StopSignals, show: Show) -> tuple[Path, RunOutcome]:
+def launch_job(job: Job, signals: StopSignals, show: Show) -> tuple[Path, RunOutcome]:
     """Run the job to its end; return the run directory and how the run ended.
 
     Args:
@@ -22,8 +22,8 @@ def launch(job: Job, signals: StopSignals, show: Show) -> tuple[Path, RunOutcome
         NotStarted: this process is a scheduler's, and its run could not begin.
     """
     if job.place is None:
-        return fork(job, signals, show)
+        return fork_ranks(job, signals, show)
     try:
-        return attach(job.place, job, signals)
+        return run_attached(job.place, job, signals)
     except (ValueError, OSError) as error:  # OSError: no port, or no store
         raise NotStarted(error, EXIT_CODE) from error

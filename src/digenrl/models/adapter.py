@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from digenrl.models.lora import ADAPTER, AdaptedLinear, CastLinear, LoraSpec, inject_lora, wide
+from digenrl.models.lora import ADAPTER, AdaptedLinear, CastLinear, LoraSpec, inject_lora, wide_dtype
 
 
 def cast_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -52,7 +52,7 @@ class Adapter:
         if self.lora is None:
             transformer.requires_grad_(True)
             for parameter in transformer.parameters():
-                parameter.data = parameter.data.to(wide(dtype))
+                parameter.data = parameter.data.to(wide_dtype(dtype))
             if keep_reference:
                 self.frozen_copy = copy.deepcopy(transformer).requires_grad_(False)
             self.lora_layers: list[str] = []
@@ -217,7 +217,7 @@ class Adapter:
             layers = [
                 layer
                 for layer in self._adapted
-                if layer.get_base_layer().weight.dtype != wide(self.dtype)
+                if layer.get_base_layer().weight.dtype != wide_dtype(self.dtype)
             ]
             modules = [
                 factor

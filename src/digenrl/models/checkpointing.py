@@ -37,7 +37,7 @@ second are the products that close a block.
 """
 
 
-def enable(transformer: ModelMixin, blocks: Sequence[nn.Module], recompute: Recompute) -> None:
+def enable_recompute(transformer: ModelMixin, blocks: Sequence[nn.Module], recompute: Recompute) -> None:
     """Make each of `blocks` of `transformer` (a diffusers model) keep the activations that
     `recompute` selects.
 
@@ -49,10 +49,10 @@ def enable(transformer: ModelMixin, blocks: Sequence[nn.Module], recompute: Reco
     offload: Offload | None = None
     if OFFLOAD in modes.values():
         offload = Offload()
-    transformer.enable_gradient_checkpointing(partial(_run, modes, offload))
+    transformer.enable_gradient_checkpointing(partial(_run_block, modes, offload))
 
 
-def _run(
+def _run_block(
     modes: dict[nn.Module, str], offload: Offload | None, block: nn.Module, *args: object
 ) -> Any:
     mode = modes.get(block, ALL)
@@ -63,12 +63,12 @@ def _run(
         return offload(block, *args)
     selected: dict[str, Any] = {}
     if mode != INPUTS:
-        keeps = partial(_keeps, ATTENTION_FROM if mode == ATTENTION else PRODUCTS_FROM)
+        keeps = partial(_keeps_output, ATTENTION_FROM if mode == ATTENTION else PRODUCTS_FROM)
         selected["context_fn"] = partial(create_selective_checkpoint_contexts, keeps)
     return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False, **selected)
 
 
-def _keeps(least: float, _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _keeps_output(least: float, _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep the output of fused attention, by any backend, and of products with at least `least`
     inputs per output."""
     first = _PRODUCTS.get(operator)

@@ -90,7 +90,7 @@ class Codec(ABC):
         default."""
         return None
 
-    def trimmed(self, condition: Condition) -> Condition:
+    def trim_condition(self, condition: Condition) -> Condition:
         """Return the kept conditioning (on the CPU) as `encode` gives it. A family may leave out
         what no row reads.
 
@@ -126,10 +126,10 @@ class Codec(ABC):
         Raises:
             ValueError: a negative prompt is needed, and neither the prompt nor the family has one.
         """
-        positive, negative = self.wordings(prompts)
+        positive, negative = self.branch_wordings(prompts)
         wanted = list(dict.fromkeys(positive + negative))
         missing = [
-            each for each in wanted if each not in self._embeddings and not self._stored(each)
+            each for each in wanted if each not in self._embeddings and not self._load_stored(each)
         ]
         if missing:
             with torch.no_grad():
@@ -140,9 +140,9 @@ class Codec(ABC):
                 }
         for each in wanted:
             self._embeddings.move_to_end(each)
-        condition = self._rows(positive)
+        condition = self._stack_rows(positive)
         if negative:
-            condition |= {NEGATIVE + key: value for key, value in self._rows(negative).items()}
+            condition |= {NEGATIVE + key: value for key, value in self._stack_rows(negative).items()}
         elif any(prompt.negative for prompt in prompts):
             message = (
                 f"negative prompts are ignored: {self.family} runs without classifier-free "
@@ -155,9 +155,9 @@ class Codec(ABC):
             self.say_once("images", f"images of prompts are ignored: {self.family} reads none")
         while len(self._embeddings) > CACHED_TEXTS:
             self._embeddings.popitem(last=False)
-        return move_tensors(self.trimmed(condition), self.device)
+        return move_tensors(self.trim_condition(condition), self.device)
 
-    def wordings(self, prompts: Iterable[Prompt]) -> tuple[list[Wording], list[Wording]]:
+    def branch_wordings(self, prompts: Iterable[Prompt]) -> tuple[list[Wording], list[Wording]]:
         """Return the wordings that are encoded for the two branches of guidance, both with the
         prompt's images.
 
@@ -178,14 +178,14 @@ class Codec(ABC):
             self._said.add(topic)
             logger.warning(message)
 
-    def _stored(self, wording: Wording) -> bool:
+    def _load_stored(self, wording: Wording) -> bool:
         """Return whether the store has the wording, after taking it from there."""
-        found = None if self.store is None else self.store.read(wording)
+        found = None if self.store is None else self.store.read_condition(wording)
         if found is not None:
             self._embeddings[wording] = found
         return found is not None
 
-    def _rows(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
+    def _stack_rows(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
         rows = [self._embeddings[each] for each in wordings]
         return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
 

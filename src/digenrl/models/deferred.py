@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _FILE = "diffusion_pytorch_model.safetensors"
 
 
-def empty(component: type[ModelMixin], path: str, subfolder: str, dtype: torch.dtype) -> nn.Module:
+def build_empty(component: type[ModelMixin], path: str, subfolder: str, dtype: torch.dtype) -> nn.Module:
     """Return the network that `pretrained.load_component` gives, in its dtypes, without values.
 
     Raises:
@@ -55,7 +55,7 @@ def empty(component: type[ModelMixin], path: str, subfolder: str, dtype: torch.d
 
 
 @torch.no_grad()
-def fill(
+def fill_parameters(
     network: nn.Module,
     path: str,
     subfolders: Mapping[str, str],
@@ -77,14 +77,14 @@ def fill(
         lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
     )
     stored = {prefix: _Stored(path, subfolder) for subfolder, prefix in subfolders.items()}
-    factors = {} if lora is None else dict(_factors(network, lora, loaded))
+    factors = {} if lora is None else dict(_adapter_factors(network, lora, loaded))
     for name, parameter in [*network.named_parameters(), *_kept_buffers(network)]:
         if name in factors:
             _copy_rows(parameter, factors.pop(name))
         else:
             prefix = next(prefix for prefix in stored if name.startswith(prefix))
             original = name.removeprefix(prefix).replace(".base_layer.", ".")
-            _copy_rows(parameter, stored[prefix].slice(original, tuple(parameter.shape)))
+            _copy_rows(parameter, stored[prefix].open_tensor(original, tuple(parameter.shape)))
     for name, (down, up) in (loaded or {}).items():
         layer: Any = network.get_submodule(name)
         if layer.start_a is not None:  # the reference is what was loaded
@@ -92,7 +92,7 @@ def fill(
             layer.start_b.copy_(up)
 
 
-def _factors(
+def _adapter_factors(
     network: nn.Module,
     lora: LoraSpec,
     loaded: Mapping[str, tuple[Tensor, Tensor]] | None,
@@ -143,7 +143,7 @@ class _Stored:
         )
         self._open = cache(partial(safe_open, framework="pt"))
 
-    def slice(self, name: str, shape: tuple[int, ...]) -> object:
+    def open_tensor(self, name: str, shape: tuple[int, ...]) -> object:
         """Return an object that gives rows of one tensor when indexed.
 
         Raises:
@@ -156,7 +156,7 @@ class _Stored:
             rows = self._open(file).get_slice(name)
         except Exception as error:  # OSError without the file, SafetensorError without the tensor
             wanted, reason = f"{self._folder.name}/{file.name}", f"{name}: {error}"[:200]
-            raise pretrained.missing(self._path, wanted, reason) from error
+            raise pretrained.missing_error(self._path, wanted, reason) from error
         if tuple(rows.get_shape()) != shape:
             raise pretrained.PretrainedError(
                 f"{self._path}/{self._folder.name} has {name} in shape {tuple(rows.get_shape())}, "

@@ -10,11 +10,11 @@ from diffusers import AutoencoderKL, FluxTransformer2DModel
 from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
 from torch import Tensor
 
-from digenrl.models.latents import pack, token_positions, unpack
+from digenrl.models.latents import pack_latents, token_positions, unpack_latents
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
-from digenrl.models.scales import rescale, unscale
+from digenrl.models.scales import rescale_latents, unscale_latents
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin
@@ -93,11 +93,11 @@ class FluxCodec(DiffusersCodec):
         return {"text": embeddings, "pooled": pooled}
 
     def decode_latents(self, vae: AutoencoderKL, latents: Tensor) -> Tensor:
-        images = unscale(unpack(latents, *self.image_grid()), vae.config)
+        images = unscale_latents(unpack_latents(latents, *self.image_grid()), vae.config)
         return vae.decode(images, return_dict=False)[0]
 
     def encode_latents(self, vae: AutoencoderKL, pixels: Tensor) -> Tensor:
-        return pack(rescale(vae.encode(pixels).latent_dist.mode(), vae.config))
+        return pack_latents(rescale_latents(vae.encode(pixels).latent_dist.mode(), vae.config))
 
 
 class FluxPolicy(DiffusersPolicy):
@@ -132,10 +132,10 @@ class FluxPolicy(DiffusersPolicy):
             pooled_projections=condition["pooled"],
             encoder_hidden_states=text,
             txt_ids=torch.zeros(text.shape[1], 3, device=text.device, dtype=text.dtype),
-            img_ids=self.positions(text.device).to(text.dtype),
+            img_ids=self.position_ids(text.device).to(text.dtype),
             return_dict=False,
         )[0]
 
-    def positions(self, device: torch.device) -> Tensor:
+    def position_ids(self, device: torch.device) -> Tensor:
         """Return the positions of all tokens that `predict` is given, [tokens, 3]."""
         return token_positions(self.codec.height // 16, self.codec.width // 16, device)

@@ -24,7 +24,7 @@ def require_multiple(name: str, value: int, stride: int, offset: int = 0) -> Non
     )
 
 
-def pack(latents: Tensor) -> Tensor:
+def pack_latents(latents: Tensor) -> Tensor:
     """Pack [B, C, h, w] -> tokens [B, (h/2)(w/2), 4C]: each token is one 2x2 patch, channel-major
     (FLUX's layout)."""
     batch, channels, height, width = latents.shape
@@ -32,7 +32,7 @@ def pack(latents: Tensor) -> Tensor:
     return patches.reshape(batch, (height // 2) * (width // 2), channels * 4)
 
 
-def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
+def unpack_latents(tokens: Tensor, height: int, width: int) -> Tensor:
     """Invert `pack`: tokens [B, (h/2)(w/2), 4C] -> [B, C, height, width] in latent pixels."""
     batch, _, channels = tokens.shape
     patches = tokens.view(batch, height // 2, width // 2, channels // 4, 2, 2).permute(

@@ -28,7 +28,7 @@ same.
 """
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of trained weights, noise levels and velocities: fp32, or fp64 if the policy
     computes in fp64."""
     return torch.promote_types(dtype, torch.float32)
@@ -196,7 +196,7 @@ def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
             )
     for parameter in transformer.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.to(wide(parameter.dtype))
+            parameter.data = parameter.data.to(wide_dtype(parameter.dtype))
     for adapted_layer in adapted.values():
         layer: Any = adapted_layer
         layer.__class__ = AdaptedLinear

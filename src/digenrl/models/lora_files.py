@@ -88,21 +88,21 @@ def read_adapter(
     """
     assert spec.path is not None
     found, path = _Found(), Path(spec.path).expanduser()
-    for file, prefix in _files(path, components):
+    for file, prefix in _adapter_files(path, components):
         own = {
             name.removeprefix(prefix): s for name, s in linears.items() if name.startswith(prefix)
         }
         wanted = {name.removeprefix(prefix) for name in adapted if name.startswith(prefix)}
-        _read(file, prefix, spec, wanted, own, names, found, swapped)
+        _read_file(file, prefix, spec, wanted, own, names, found, swapped)
     missing = sorted(
         set(adapted) - set(found.factors) - {each.split(":")[0] for each in found.wrong}
     )
     if not (missing or found.unknown or found.outside or found.wrong):
         return found.factors
-    raise LoraFileError(_complaint(path, spec, found, missing))
+    raise LoraFileError(_describe_mismatch(path, spec, found, missing))
 
 
-def _files(path: Path, components: Mapping[str, str]) -> list[tuple[Path, str]]:
+def _adapter_files(path: Path, components: Mapping[str, str]) -> list[tuple[Path, str]]:
     """Return the files of an adapter, each with the prefix of its layers' names in the network."""
     first = next(iter(components.values()))
     if path.suffix in _PICKLES:
@@ -135,7 +135,7 @@ def _files(path: Path, components: Mapping[str, str]) -> list[tuple[Path, str]]:
     )
 
 
-def _read(
+def _read_file(
     file: Path,
     prefix: str,
     spec: LoraSpec,
@@ -151,14 +151,14 @@ def _read(
             keys = list(opened.keys())
             if len(keys) > _MOST_TENSORS:
                 raise LoraFileError(f"{file} has {len(keys)} tensors: that is no adapter")
-            layers = _layers(keys, found)
+            layers = _group_layers(keys, found)
             if not layers:
                 raise LoraFileError(
                     f"{file} holds no adapter (of {len(keys)} tensors none is a low-rank factor); "
                     "weights of a whole network are a model.path"
                 )
             stated = _stated_scale(file, opened.metadata() or {}, keys)
-            table = _aliases(linears, names)
+            table = _layer_aliases(linears, names)
             own_names = {name.replace(".", "_") for name in linears}
             for name, layer in layers.items():
                 members = table.get(name)
@@ -167,12 +167,12 @@ def _read(
                     continue
                 renamed = name not in linears and name not in own_names
                 turned = renamed and members[0].endswith(swapped)
-                _add(opened, layer, members, prefix, spec, stated, wanted, linears, found, turned)
+                _add_layer(opened, layer, members, prefix, spec, stated, wanted, linears, found, turned)
     except (SafetensorError, OSError) as error:
         raise LoraFileError(f"{file} cannot be read as safetensors: {error}") from error
 
 
-def _layers(keys: list[str], found: _Found) -> dict[str, _Layer]:
+def _group_layers(keys: list[str], found: _Found) -> dict[str, _Layer]:
     """Return the file's layers under their names without the tool's prefix; what is no factor is
     unknown."""
     layers: dict[str, _Layer] = defaultdict(_Layer)
@@ -194,7 +194,7 @@ def _layers(keys: list[str], found: _Found) -> dict[str, _Layer]:
     return dict(layers)
 
 
-def _aliases(linears: Mapping[str, Size], names: Names | None) -> dict[str, list[str]]:
+def _layer_aliases(linears: Mapping[str, Size], names: Names | None) -> dict[str, list[str]]:
     """Return name in a file -> the network's layers that are this layer there, in its order.
 
     kohya's tools write underscores for dots.
@@ -210,7 +210,7 @@ def _aliases(linears: Mapping[str, Size], names: Names | None) -> dict[str, list
     return {name.replace(".", "_"): members for name, members in table.items()} | table
 
 
-def _add(
+def _add_layer(
     opened: safe_open,
     layer: _Layer,
     members: list[str],
@@ -254,7 +254,7 @@ def _add(
             if bool(rows.any()):
                 found.outside.append(prefix + member)
             continue
-        own_down, own_up = _trimmed(down, rows, spec.rank)
+        own_down, own_up = _trim_rank(down, rows, spec.rank)
         rank = own_down.shape[0]
         if rank != spec.rank or not math.isclose(scale, spec.alpha / spec.rank, rel_tol=1e-6):
             found.wrong.append(f"{prefix}{member}: rank {rank}, scale {scale:g}")
@@ -274,7 +274,7 @@ def _real_numbers(value: Tensor) -> Tensor | None:
     return value if bool(value.isfinite().all()) else None
 
 
-def _trimmed(down: Tensor, up: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def _trim_rank(down: Tensor, up: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return the factors without columns that add nothing, down to `rank`: of several layers that
     were one in the file each has its own part of the rank."""
     if len(down) <= rank:
@@ -288,13 +288,13 @@ def _trimmed(down: Tensor, up: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def _stated_scale(file: Path, metadata: Mapping[str, str], keys: list[str]) -> float | None:
     """Return alpha / rank as the file's tool states it beside the factors; None: not at all."""
     if (text := metadata.get(_METADATA)) is not None and len(text) <= _LONGEST:
-        stated = {key.rpartition(".")[2]: value for key, value in _mapping(file, text).items()}
-        return _scale(file, stated)
+        stated = {key.rpartition(".")[2]: value for key, value in _parse_mapping(file, text).items()}
+        return _peft_scale(file, stated)
     if (config := file.parent / _PEFT_CONFIG).is_file() and file.name == _OF_PEFT:
         if config.stat().st_size > _LONGEST:
             raise LoraFileError(f"{config} is longer than {_LONGEST} bytes")
-        return _scale(
-            config, _mapping(config, config.read_text(encoding="utf-8", errors="replace"))
+        return _peft_scale(
+            config, _parse_mapping(config, config.read_text(encoding="utf-8", errors="replace"))
         )
     if any(key.startswith("base_model.model.") for key in keys):
         raise LoraFileError(
@@ -313,7 +313,7 @@ def _stated_scale(file: Path, metadata: Mapping[str, str], keys: list[str]) -> f
     return None
 
 
-def _mapping(file: Path, text: str) -> dict[str, object]:
+def _parse_mapping(file: Path, text: str) -> dict[str, object]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -323,7 +323,7 @@ def _mapping(file: Path, text: str) -> dict[str, object]:
     return content
 
 
-def _scale(file: Path, stated: Mapping[str, object]) -> float:
+def _peft_scale(file: Path, stated: Mapping[str, object]) -> float:
     """Return the scale of a PEFT configuration.
 
     Raises:
@@ -341,7 +341,7 @@ def _scale(file: Path, stated: Mapping[str, object]) -> float:
     return alpha / math.sqrt(rank) if stated.get("use_rslora") else alpha / rank
 
 
-def _complaint(path: Path, spec: LoraSpec, found: _Found, missing: list[str]) -> str:
+def _describe_mismatch(path: Path, spec: LoraSpec, found: _Found, missing: list[str]) -> str:
     said = [f"model.lora.path = {path} is no adapter of this run's layers"]
     for title, names in (
         ("missing in the file", missing),
@@ -350,7 +350,7 @@ def _complaint(path: Path, spec: LoraSpec, found: _Found, missing: list[str]) ->
         ("of another shape, rank or scale", found.wrong),
     ):
         if names:
-            told = list(shorten(names))
+            told = list(shorten_names(names))
             more = f" and {len(told) - _MOST_NAMED} more" if len(told) > _MOST_NAMED else ""
             said.append(f"{len(names)} {title}: {', '.join(told[:_MOST_NAMED])}{more}")
     remedies = []
@@ -371,7 +371,7 @@ def _complaint(path: Path, spec: LoraSpec, found: _Found, missing: list[str]) ->
     return "; ".join([*said, *remedies])
 
 
-def shorten(names: Sequence[str]) -> Iterator[str]:
+def shorten_names(names: Sequence[str]) -> Iterator[str]:
     """Yield names with the numbers of their blocks as ranges.
 
     Example:

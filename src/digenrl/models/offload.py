@@ -55,7 +55,7 @@ class Offload:
         self._last, self._given = weakref.ref(kept), given
         with saved_tensors_hooks(kept.pack, kept.unpack):
             output = block(*args)
-        kept.complete()
+        kept.record_copies()
         return output
 
 
@@ -98,7 +98,7 @@ class _Kept:
         if storage.nbytes() < SMALL or key[0] in self._stays or tensor.device != self._device:
             return tensor
         if key not in self._host:
-            self._host[key] = self._copy_out(_bytes(storage, self._device))
+            self._host[key] = self._copy_out(_storage_bytes(storage, self._device))
         return _Part(key, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def unpack(self, packed: Tensor | _Part) -> Tensor:
@@ -114,15 +114,15 @@ class _Kept:
         empty = torch.empty(0, dtype=packed.dtype, device=self._device)
         return empty.set_(self._back[packed.storage], packed.offset, packed.shape, packed.stride)
 
-    def complete(self) -> None:
+    def record_copies(self) -> None:
         """Record an event after all copies of this block."""
         if self._copied is not None:
-            self._copied.record(_side(self._device))
+            self._copied.record(_copy_stream(self._device))
 
     def _copy_out(self, source: Tensor) -> Tensor:
         if self._copied is None:
             return source.clone()
-        side = _side(self._device)
+        side = _copy_stream(self._device)
         side.wait_stream(torch.accelerator.current_stream(self._device))
         host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         with side:
@@ -136,7 +136,7 @@ class _Kept:
         if self._copied is None:
             self._back = {key: host.untyped_storage() for key, host in self._host.items()}
             return
-        side = _side(self._device)
+        side = _copy_stream(self._device)
         buffers = {
             key: torch.empty_like(host, device=self._device) for key, host in self._host.items()
         }
@@ -148,18 +148,18 @@ class _Kept:
                 buffer.copy_(self._host[key], non_blocking=True)
                 buffer.record_stream(side)
         self._back = {key: buffer.untyped_storage() for key, buffer in buffers.items()}
-        self.complete()
+        self.record_copies()
 
 
 _SIDES: dict[torch.device, torch.Stream] = {}
 
 
-def _side(device: torch.device) -> torch.Stream:
+def _copy_stream(device: torch.device) -> torch.Stream:
     """Return the stream that copies."""
     if device not in _SIDES:
         _SIDES[device] = torch.Stream(device)
     return _SIDES[device]
 
 
-def _bytes(storage: UntypedStorage, device: torch.device) -> Tensor:
+def _storage_bytes(storage: UntypedStorage, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -150,7 +150,7 @@ class DiffusersPolicy(Policy):
         self.path = str(tiny.ensure(self.facts())) if build == "tiny" else path
         self.check_checkpoint(self.path)
         compute = self._compute_dtype(dtype, build)
-        load = deferred.empty if empty else pretrained.load_component
+        load = deferred.build_empty if empty else pretrained.load_component
         stored = torch.float32 if lora is None else compute
         transformer = self.joined(
             [load(self.transformer_class, self.path, part, stored) for part in self.components],
@@ -168,7 +168,7 @@ class DiffusersPolicy(Policy):
         self._attend_by(transformer, attention_backend or AUTO)
         if quantize is not None:
             blocks = chain.from_iterable(getattr(transformer, name) for name in self.block_lists)
-            quantized.quantize(blocks, quantize)
+            quantized.quantize_blocks(blocks, quantize)
         codec = self.codec_class(
             self.family,
             transformer,
@@ -190,7 +190,7 @@ class DiffusersPolicy(Policy):
         super().__init__(
             transformer,
             codec,
-            lora=None if lora is None else self._lora(lora, transformer.config),
+            lora=None if lora is None else self._lora_spec(lora, transformer.config),
             dtype=compute,
             gradient_checkpointing=gradient_checkpointing,
             keep_reference=keep_reference,
@@ -202,7 +202,7 @@ class DiffusersPolicy(Policy):
         self.keep_padding(compile)
         self._empty = empty
         self.shift, self.grid = shift, grid
-        self.complete()
+        self.add_family_parts()
 
     @classmethod
     def facts(cls) -> Facts:
@@ -259,7 +259,7 @@ class DiffusersPolicy(Policy):
         """Return the transformer's configuration, defaults included, for a model config (its YAML's
         keys)."""
         if settings.get("build", "real") == "tiny":
-            given = tiny.part(cls.facts(), "transformer")
+            given = tiny.describe_part(cls.facts(), "transformer")
         else:
             given = pretrained.component_config(
                 cls.transformer_class, str(settings["path"]), "transformer"
@@ -328,9 +328,9 @@ class DiffusersPolicy(Policy):
     def fill(self, device: torch.device) -> None:
         """Read the values from the checkpoint, and an adapter's from its file or by its seed; see
         `digenrl.models.deferred`."""
-        for network in self.networks() if self._empty else ():
+        for network in self.all_networks() if self._empty else ():
             spec = self.adapter.lora
-            deferred.fill(network, self.path, self.components, spec, device, self.loaded_factors())
+            deferred.fill_parameters(network, self.path, self.components, spec, device, self.loaded_factors())
 
     def _freeze_unread(self) -> None:
         """Freeze the parameters on which no velocity depends."""
@@ -389,7 +389,7 @@ class DiffusersPolicy(Policy):
             if i < count - 1 or layer not in cls.unread
         ]
 
-    def _lora(self, lora: Mapping[str, object], config: FrozenDict) -> LoraSpec:
+    def _lora_spec(self, lora: Mapping[str, object], config: FrozenDict) -> LoraSpec:
         spec = LoraSpec.from_config(lora)
         if len(spec.targets) != 1 or spec.targets[0] not in PRESETS:
             return spec

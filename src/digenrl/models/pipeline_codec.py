@@ -171,14 +171,14 @@ class DiffusersCodec(Codec):
         be encoded together."""
         rows = list(self.encode_each(wordings, self.device))
         if self.offload_encoders:
-            for encoder in self._encoders():
+            for encoder in self._encoder_modules():
                 encoder.to("cpu")
         return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
 
     @torch.no_grad()
     def encode_each(self, wordings: Sequence[Wording], device: torch.device) -> Iterator[Condition]:
         """Encode one wording after the other, with encoders that stay on `device`."""
-        for encoder in self._encoders():
+        for encoder in self._encoder_modules():
             encoder.to(device)
         for wording in wordings:
             encoded = self.encode_wording(self._pipeline, wording)
@@ -187,7 +187,7 @@ class DiffusersCodec(Codec):
                 for key, value in encoded.items()
             }
 
-    def trimmed(self, condition: Condition) -> Condition:
+    def trim_condition(self, condition: Condition) -> Condition:
         """Return the conditioning of one prompt without its padding; that of several prompts
         unchanged.
 
@@ -250,7 +250,7 @@ class DiffusersCodec(Codec):
     def encode_media(self, images: Sequence[PromptImage]) -> Tensor:
         """Return the clean latents [B, *L] fp32 of pictures, one encoded after the other."""
         vae = self._vae.to(self.device)
-        pixels = [self.pixels(image).to(vae.device, self.vae_dtype) for image in images]
+        pixels = [self.image_pixels(image).to(vae.device, self.vae_dtype) for image in images]
         latents = torch.cat([self.encode_latents(vae, each).float() for each in pixels])
         if latents.shape[1:] != self.latent_shape:
             raise ValueError(
@@ -260,7 +260,7 @@ class DiffusersCodec(Codec):
             )
         return latents
 
-    def pixels(self, image: PromptImage) -> Tensor:
+    def image_pixels(self, image: PromptImage) -> Tensor:
         """Return an image as [1, 3, height, width] fp32 in [-1, 1]."""
         picture = np.asarray(image.fitted(self.height, self.width), dtype=np.float32)  # [H, W, 3]
         return torch.from_numpy(picture).movedim(-1, 0).unsqueeze(0) / 127.5 - 1.0
@@ -274,7 +274,7 @@ class DiffusersCodec(Codec):
         if accelerator.device_count():
             torch.accelerator.empty_cache()
 
-    def _encoders(self) -> list[nn.Module]:
+    def _encoder_modules(self) -> list[nn.Module]:
         encoders = [
             module for module in self._pipeline.components.values() if isinstance(module, nn.Module)
         ]
@@ -298,7 +298,7 @@ class DiffusersCodec(Codec):
             )
         except (OSError, ValueError) as error:
             wanted = "text encoders or tokenizers"
-            raise pretrained.missing(self.path, wanted, str(error)[:200]) from error
+            raise pretrained.missing_error(self.path, wanted, str(error)[:200]) from error
         # The pipeline says of every cut prompt what `report_long_prompt` says once.
         logging.getLogger(type(pipeline).__module__).setLevel(logging.ERROR)
         self.check_encoders(pipeline)

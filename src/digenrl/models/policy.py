@@ -24,7 +24,7 @@ from digenrl.models import checkpointing
 from digenrl.models.adapter import Adapter
 from digenrl.models.codec import Codec
 from digenrl.models.guidance import NEGATIVE
-from digenrl.models.lora import LoraSpec, Names, wide
+from digenrl.models.lora import LoraSpec, Names, wide_dtype
 from digenrl.models.lora_files import read_adapter
 from digenrl.recompute import parse_recompute
 
@@ -103,7 +103,7 @@ class Policy(nn.Module, ABC):
         self.reference_transformer = self.adapter.frozen_copy
         self.transformer = transformer
         trained = set(transformer.modules())
-        checkpointing.enable(
+        checkpointing.enable_recompute(
             transformer,
             [b for b in self.wrap_units() if b in trained],
             parse_recompute(gradient_checkpointing),
@@ -154,7 +154,7 @@ class Policy(nn.Module, ABC):
     def sigma_grid(self, steps: int) -> Tensor:
         """Return [steps + 1] fp32 on CPU, from about 1 down to 0, with the family's own shift."""
 
-    def complete(self) -> None:
+    def add_family_parts(self) -> None:
         """Add what a family has beside its network; the constructor calls this last.
 
         A family overrides this method instead of `__init__`: the configuration's keys are checked
@@ -166,7 +166,7 @@ class Policy(nn.Module, ABC):
         copy if there is one."""
         return [
             block
-            for network in self.networks()
+            for network in self.all_networks()
             for name in self.block_lists
             for block in getattr(network, name)
         ]
@@ -176,7 +176,7 @@ class Policy(nn.Module, ABC):
         and the `kernel` without a mask where PyTorch chooses it. {}: the family does not say."""
         return {}
 
-    def networks(self) -> list[nn.Module]:
+    def all_networks(self) -> list[nn.Module]:
         """Return the trained network, and the reference copy if there is one."""
         return [
             network
@@ -184,7 +184,7 @@ class Policy(nn.Module, ABC):
             if network is not None
         ]
 
-    def guide(self, conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
+    def apply_guidance(self, conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
         """Return the classifier-free guidance of two fp32 velocities [B, *L] (Ho & Salimans 2022,
         arXiv:2207.12598).
 
@@ -192,11 +192,11 @@ class Policy(nn.Module, ABC):
         """
         return unconditional + scale * (conditional - unconditional)
 
-    def guidance(self, sigmas: Tensor) -> float | Tensor:
+    def cfg_scale_at(self, sigmas: Tensor) -> float | Tensor:
         """Return the scale for rows of these noise levels [B], as `guide` takes it."""
         return self.cfg_scale
 
-    def paced(self, velocity: Tensor, sigmas: Tensor, following: Tensor) -> Tensor:
+    def pace_velocity(self, velocity: Tensor, sigmas: Tensor, following: Tensor) -> Tensor:
         """Return the velocity [B, *L] of a step between the noise levels `sigmas` and `following`
         [B]. A family whose undrawn tokens have noise levels of their own scales theirs, so that the
         one Euler step takes them to their next level."""
@@ -238,7 +238,7 @@ class Policy(nn.Module, ABC):
         """Device of the transformer's weights."""
         return next(self.transformer.parameters()).device
 
-    def sent(self, host: Tensor) -> Tensor:
+    def to_device(self, host: Tensor) -> Tensor:
         """Return a tensor of the host on this device. An accelerator copies it from pinned memory
         in the order of its stream; from other memory the host would wait for the velocity."""
         own = accelerator.is_own(self.device)
@@ -253,9 +253,9 @@ class Policy(nn.Module, ABC):
         gradient in the unconditional one.
         """
         latents = latents.to(self.dtype)
-        sigmas = sigmas.to(wide(self.dtype))
+        sigmas = sigmas.to(wide_dtype(self.dtype))
         positive = {key: value for key, value in condition.items() if not key.startswith(NEGATIVE)}
-        autocast = self.adapter.lora is None and self.dtype != wide(self.dtype)
+        autocast = self.adapter.lora is None and self.dtype != wide_dtype(self.dtype)
         # Every weight is cast once per forward: a cache of the casts would only hold a second copy
         # of the network.
         half = (
@@ -269,18 +269,18 @@ class Policy(nn.Module, ABC):
             if self.detach_unconditional:
                 with torch.no_grad():
                     output = self.predict(
-                        latents, sigmas, {key: self._negative(condition, key) for key in positive}
+                        latents, sigmas, {key: self._negative_condition(condition, key) for key in positive}
                     )
                 output = torch.cat([output, self.predict(latents, sigmas, positive)])  # [2B, *L]
             else:
                 both = {
-                    key: torch.cat([self._negative(condition, key), value])
+                    key: torch.cat([self._negative_condition(condition, key), value])
                     for key, value in positive.items()
                 }
                 # [2B, *L] of latents [2B, *L] and sigmas [2B]
                 output = self.predict(torch.cat([latents] * 2), torch.cat([sigmas] * 2), both)
         unconditional, conditional = (self._velocity_of(latents, each) for each in output.chunk(2))
-        return self.guide(conditional, unconditional, self.guidance(sigmas))
+        return self.apply_guidance(conditional, unconditional, self.cfg_scale_at(sigmas))
 
     def _velocity_of(self, latents: Tensor, output: Tensor) -> Tensor:
         """Return the output of `predict`, at least in fp32. Another shape would be broadcast to a
@@ -291,10 +291,10 @@ class Policy(nn.Module, ABC):
                 "it must return the velocity in their shape: override `predict`, or "
                 "`latent_shape_of` of the codec"
             )
-        return output.to(wide(output.dtype))
+        return output.to(wide_dtype(output.dtype))
 
     @contextmanager
-    def guided(self, scale: float | None) -> Iterator[None]:
+    def guided_by(self, scale: float | None) -> Iterator[None]:
         """Replace sampling.guidance_scale by `scale` while the context is open, in `codec.encode`
         too (evaluation). None changes nothing.
 
@@ -319,7 +319,7 @@ class Policy(nn.Module, ABC):
         """Give parameters that were built without memory their values, on `device`. The others stay
         where they are."""
 
-    def _negative(self, condition: dict[str, Tensor], key: str) -> Tensor:
+    def _negative_condition(self, condition: dict[str, Tensor], key: str) -> Tensor:
         try:
             return condition[NEGATIVE + key]
         except KeyError:

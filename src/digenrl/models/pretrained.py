@@ -71,7 +71,7 @@ def hide_progress_bars() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def missing(path: str, file: str, reason: object) -> PretrainedError:
+def missing_error(path: str, file: str, reason: object) -> PretrainedError:
     """Return the error that says what to do when `file` of `path` is not on this machine.
 
     Of `reason`, often an exception, the first line is said.
@@ -126,7 +126,7 @@ def load_component(
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise missing(path, f"{subfolder}/", error) from error
+        raise missing_error(path, f"{subfolder}/", error) from error
     absent = sorted(info.get("missing_keys", [])) + [
         str(key) for key in info.get("mismatched_keys", [])
     ]
@@ -161,7 +161,7 @@ def _load_config(owner: type[ConfigMixin], path: str, file: str, **where: str) -
     try:
         return owner.load_config(folder, local_files_only=True, **where)
     except (OSError, ValueError) as error:
-        raise missing(path, file, error) from error
+        raise missing_error(path, file, error) from error
 
 
 def folder_of(path: str, wanted: str) -> Path:
@@ -179,7 +179,7 @@ def folder_of(path: str, wanted: str) -> Path:
                 snapshot_download(path, local_files_only=True, allow_patterns="model_index.json")
             )
     except (OSError, ValueError) as error:
-        raise missing(path, wanted, error) from error
+        raise missing_error(path, wanted, error) from error
     try:
         require_data(folder)
     except CodeInFolder as error:
@@ -193,7 +193,7 @@ def component_files(path: str, *kinds: str) -> list[Path]:
     folder = folder_of(path, kinds[0])
     files = [file for kind in kinds for file in folder.glob(f"{kind}/**/*") if file.is_file()]
     if not files:
-        raise missing(path, f"{kinds[0]}/", "no such directory")
+        raise missing_error(path, f"{kinds[0]}/", "no such directory")
     return sorted(files)
 
 
@@ -211,6 +211,6 @@ def require_shards(path: str, subfolder: str) -> None:
         files = set(json.loads(index.read_text())["weight_map"].values())
         absent = sorted(file for file in files if not (folder / file).is_file())
         if absent:
-            raise missing(path, f"{subfolder}/{absent[0]}", f"{len(absent)} files missing")
+            raise missing_error(path, f"{subfolder}/{absent[0]}", f"{len(absent)} files missing")
     if not any(folder.glob("*.safetensors")):
-        raise missing(path, f"{subfolder}/*.safetensors", "no weights in safetensors format")
+        raise missing_error(path, f"{subfolder}/*.safetensors", "no weights in safetensors format")

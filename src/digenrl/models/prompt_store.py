@@ -52,7 +52,7 @@ class PromptStore:
     def __init__(self, root: Path, facts: Mapping[str, object]) -> None:
         self.directory = root / digest_of(facts)
 
-    def read(self, wording: Wording) -> Condition | None:
+    def read_condition(self, wording: Wording) -> Condition | None:
         """Return views of the wording's file, on the CPU; None if there is no usable file.
 
         A file that is not what its metadata says is removed with a warning.
@@ -64,13 +64,13 @@ class PromptStore:
                 found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # no mapping
         except (OSError, SafetensorError):
             return None
-        if facts.get(_HOLDS) == self._holds(wording) and facts.get(_DIGEST) == _digest(found):
+        if facts.get(_HOLDS) == self._wording_digest(wording) and facts.get(_DIGEST) == _tensors_digest(found):
             return found
         logger.warning("%s is damaged or of another wording: it is encoded again", path)
         path.unlink(missing_ok=True)
         return None
 
-    def fill(
+    def add_wordings(
         self,
         wordings: Iterable[Wording],
         encode: Callable[[Sequence[Wording]], Iterator[Condition]],
@@ -89,41 +89,41 @@ class PromptStore:
                 stay.
         """
         wanted = list(dict.fromkeys(wordings))
-        if not self._missing(wanted):
+        if not self._missing_wordings(wanted):
             return 0
         self.directory.mkdir(parents=True, exist_ok=True)
-        with self._locked(progress):
+        with self._lock_store(progress):
             for unfinished in self.directory.glob(f"*{_UNFINISHED}"):
                 unfinished.unlink(missing_ok=True)
-            missing = self._missing(wanted)
+            missing = self._missing_wordings(wanted)
             for wording, condition in zip(missing, encode(missing) if missing else (), strict=True):
-                self._write(wording, condition)
+                self._write_entry(wording, condition)
                 progress()
         return len(missing)
 
-    def _missing(self, wordings: Sequence[Wording]) -> list[Wording]:
-        return [wording for wording in wordings if not self._has(wording)]
+    def _missing_wordings(self, wordings: Sequence[Wording]) -> list[Wording]:
+        return [wording for wording in wordings if not self._has_entry(wording)]
 
-    def _has(self, wording: Wording) -> bool:
+    def _has_entry(self, wording: Wording) -> bool:
         """Return whether the wording's file is whole by its head. Tensors are checked by `read`:
         those of a full store are too many to read at the start of a run."""
         try:
             with safe_open(self.path_of(wording), framework="pt") as file:
-                return (file.metadata() or {}).get(_HOLDS) == self._holds(wording)
+                return (file.metadata() or {}).get(_HOLDS) == self._wording_digest(wording)
         except (OSError, SafetensorError):
             return False
 
-    def _holds(self, wording: Wording) -> str:
+    def _wording_digest(self, wording: Wording) -> str:
         return digest_of([self.directory.name, wording.key])
 
     def path_of(self, wording: Wording) -> Path:
         """Return the path of the wording's file, which need not exist."""
         return self.directory / f"{digest_of(wording.key)}.safetensors"
 
-    def _write(self, wording: Wording, condition: Condition) -> None:
+    def _write_entry(self, wording: Wording, condition: Condition) -> None:
         path = self.path_of(wording)
         tensors = {key: value.detach().cpu().contiguous() for key, value in condition.items()}
-        facts = {_HOLDS: self._holds(wording), _DIGEST: _digest(tensors)}
+        facts = {_HOLDS: self._wording_digest(wording), _DIGEST: _tensors_digest(tensors)}
         unfinished = path.with_suffix(f".{uuid.uuid4().hex}{_UNFINISHED}")
         try:
             with unfinished.open("wb") as file:
@@ -136,7 +136,7 @@ class PromptStore:
             raise
 
     @contextmanager
-    def _locked(self, progress: Callable[[], None]) -> Iterator[None]:
+    def _lock_store(self, progress: Callable[[], None]) -> Iterator[None]:
         with (self.directory / _LOCK).open("w") as file:
             seen = -1
             while True:
@@ -152,7 +152,7 @@ class PromptStore:
             yield
 
 
-def _digest(condition: Condition) -> str:
+def _tensors_digest(condition: Condition) -> str:
     """Return a digest of the tensors: names, types, shapes and bytes."""
     total = xxhash.xxh3_128()
     for key, value in sorted(condition.items()):

@@ -42,7 +42,7 @@ class QuantizedLinear(nn.Linear):
         self.weight = nn.Parameter(stored, requires_grad=False)
         self.register_buffer("scale", scale)
 
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
+    def dequantize_weight(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [O, I] in `dtype`."""
         scale: Any = self.scale
         if self.kind == "int8":
@@ -65,7 +65,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layer: QuantizedLinear) -> Tensor:
         ctx.layer = layer
-        return nn.functional.linear(rows, layer.dequantized(rows.dtype))
+        return nn.functional.linear(rows, layer.dequantize_weight(rows.dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -81,9 +81,9 @@ def require_library(kind: str) -> None:
         )
 
 
-def quantize(blocks: Iterable[nn.Module], kind: str) -> None:
+def quantize_blocks(blocks: Iterable[nn.Module], kind: str) -> None:
     """Replace every linear layer of `blocks` by one with frozen weights in `kind` (nf4, int8)."""
-    if sys.modules.get("bitsandbytes", quantize) is None:  # hidden from the launcher (cli/train.py)
+    if sys.modules.get("bitsandbytes", quantize_blocks) is None:  # hidden from the launcher (cli/train.py)
         del sys.modules["bitsandbytes"]
     for block in blocks:
         for name, module in list(block.named_modules()):

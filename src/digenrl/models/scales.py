@@ -11,31 +11,31 @@ if TYPE_CHECKING:
     from diffusers.configuration_utils import FrozenDict
 
 
-def rescale(latents: Tensor, config: FrozenDict) -> Tensor:
+def rescale_latents(latents: Tensor, config: FrozenDict) -> Tensor:
     """Invert `unscale`."""
     return (latents - config.shift_factor) * config.scaling_factor
 
 
-def unscale(latents: Tensor, config: FrozenDict) -> Tensor:
+def unscale_latents(latents: Tensor, config: FrozenDict) -> Tensor:
     """Return latents in the autoencoder's own scale, from latents of unit scale (FLUX.1 and
     SD3.5)."""
     return latents / config.scaling_factor + config.shift_factor
 
 
-def normalise(latents: Tensor, config: FrozenDict) -> Tensor:
+def normalise_latents(latents: Tensor, config: FrozenDict) -> Tensor:
     """Invert `denormalise`."""
-    mean, std = _channels(latents, config)
+    mean, std = _channel_statistics(latents, config)
     return (latents - mean) / std
 
 
-def denormalise(latents: Tensor, config: FrozenDict) -> Tensor:
+def denormalise_latents(latents: Tensor, config: FrozenDict) -> Tensor:
     """Return Wan's latents [B, C, f, h, w] in the autoencoder's own scale, z * std + mean, from
     latents of unit scale."""
-    mean, std = _channels(latents, config)
+    mean, std = _channel_statistics(latents, config)
     return latents * std + mean
 
 
-def _channels(latents: Tensor, config: FrozenDict) -> tuple[Tensor, Tensor]:
+def _channel_statistics(latents: Tensor, config: FrozenDict) -> tuple[Tensor, Tensor]:
     """Return mean and deviation of each channel, in a shape that broadcasts."""
     shape = (1, config.z_dim, 1, 1, 1)
     mean = torch.tensor(config.latents_mean, device=latents.device, dtype=latents.dtype).view(shape)

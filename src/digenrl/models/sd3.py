@@ -12,7 +12,7 @@ from digenrl.models.flux import ATTENTION, FEED_FORWARD
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
-from digenrl.models.scales import rescale, unscale
+from digenrl.models.scales import rescale_latents, unscale_latents
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin
@@ -54,10 +54,10 @@ class SD3Codec(DiffusersCodec):
         return {"text": embeddings, "pooled": pooled}
 
     def decode_latents(self, vae: AutoencoderKL, latents: Tensor) -> Tensor:
-        return vae.decode(unscale(latents, vae.config), return_dict=False)[0]
+        return vae.decode(unscale_latents(latents, vae.config), return_dict=False)[0]
 
     def encode_latents(self, vae: AutoencoderKL, pixels: Tensor) -> Tensor:
-        return rescale(vae.encode(pixels).latent_dist.mode(), vae.config)
+        return rescale_latents(vae.encode(pixels).latent_dist.mode(), vae.config)
 
 
 class SD3Policy(DiffusersPolicy):

@@ -52,14 +52,14 @@ def ensure(facts: Facts | str, seed: int = 0, root: Path | None = None) -> Path:
 
     Safe to call from several ranks at once: a build appears by one rename, and the first one wins.
     """
-    facts = require(facts)
-    target = _place(facts, seed, root)
+    facts = require_facts(facts)
+    target = _build_path(facts, seed, root)
     root = target.parent
     if target.exists():
         return target
     require_writable(root)
     with tempfile.TemporaryDirectory(prefix=f".{facts.family}-", dir=root) as scratch:
-        made = build(facts, Path(scratch) / "build", seed)
+        made = build_pipeline(facts, Path(scratch) / "build", seed)
         try:
             os.replace(made, target)
         except OSError:  # another rank was first
@@ -74,16 +74,16 @@ def require_place(facts: Facts | str) -> None:
     Raises:
         PretrainedError: neither.
     """
-    if not (target := _place(require(facts))).exists():
+    if not (target := _build_path(require_facts(facts))).exists():
         require_writable(target.parent)
 
 
-def _place(facts: Facts, seed: int = 0, root: Path | None = None) -> Path:
+def _build_path(facts: Facts, seed: int = 0, root: Path | None = None) -> Path:
     root = cache_root("tiny") if root is None else root
-    return root / f"{facts.family}-{seed}-{_digest(facts)}"
+    return root / f"{facts.family}-{seed}-{_build_digest(facts)}"
 
 
-def require(facts: Facts | str) -> Facts:
+def require_facts(facts: Facts | str) -> Facts:
     """Return the facts of a family, given themselves or by the family's name. Raise ValueError
     without a tiny build."""
     found = facts_by_family().get(facts) if isinstance(facts, str) else facts
@@ -97,10 +97,10 @@ def require(facts: Facts | str) -> Facts:
     return found
 
 
-def part(facts: Facts, name: str) -> Any:
+def describe_part(facts: Facts, name: str) -> Any:
     """Return the description of part `name` of the family's pipeline; what `like` names is filled
     in."""
-    described = require(facts).tiny[name]
+    described = require_facts(facts).tiny[name]
     if isinstance(described, str):
         return _SHARED[described]
     if isinstance(described, dict) and "like" in described:
@@ -112,14 +112,14 @@ def part(facts: Facts, name: str) -> Any:
     return described
 
 
-def build(facts: Facts | str, folder: Path, seed: int = 0) -> Path:
+def build_pipeline(facts: Facts | str, folder: Path, seed: int = 0) -> Path:
     """Make the family's pipeline with weights drawn from `seed`, save it into `folder`, and return
     `folder`."""
-    facts = require(facts)
+    facts = require_facts(facts)
     hide_progress_bars()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        pipeline = _pipeline(facts)
+        pipeline = _assemble_pipeline(facts)
         transformers = [
             part
             for name, part in pipeline.components.items()
@@ -141,7 +141,7 @@ def build(facts: Facts | str, folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def _digest(facts: Facts) -> str:
+def _build_digest(facts: Facts) -> str:
     files = (Path(__file__), Path(tokenizers.__file__), tokenizers.DATA, _SHARED_FILE)
     parts = [path.read_bytes() for path in files] + [json.dumps(facts.tiny).encode()]
     parts += [
@@ -151,7 +151,7 @@ def _digest(facts: Facts) -> str:
     return hashlib.blake2b(b"\0".join(parts), digest_size=6).hexdigest()
 
 
-def _pipeline(facts: Facts) -> DiffusionPipeline | _Modular:
+def _assemble_pipeline(facts: Facts) -> DiffusionPipeline | _Modular:
     """Return the family's pipeline with its parts."""
     import diffusers
 
@@ -161,13 +161,13 @@ def _pipeline(facts: Facts) -> DiffusionPipeline | _Modular:
     for name in facts.tiny:
         if name == "pipeline":
             continue
-        spec = part(facts, name)
+        spec = describe_part(facts, name)
         if name.startswith("text_encoder"):
-            parts[name.replace("text_encoder", "tokenizer")], parts[name] = _encoder(spec)
+            parts[name.replace("text_encoder", "tokenizer")], parts[name] = _make_encoder(spec)
         elif name == "image_encoder":
-            parts["image_processor"], parts[name] = _encoder(spec)
+            parts["image_processor"], parts[name] = _make_encoder(spec)
         elif name == "processor":
-            parts[name] = _processor(spec, parts["tokenizer"])
+            parts[name] = _make_processor(spec, parts["tokenizer"])
         elif isinstance(spec, dict):
             kind = getattr(diffusers, spec["class"], None) or getattr(own, spec["class"])
             parts[name] = kind(
@@ -198,7 +198,7 @@ class _Modular:
         (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _processor(spec: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+def _make_processor(spec: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
     """Return a processor of texts and pictures, by default that of Qwen2-VL, with the picture sizes
     of `spec`."""
     import transformers
@@ -210,7 +210,7 @@ def _processor(spec: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Proc
     return made(images, tokenizer, videos(), chat_template=spec.get("chat_template"))
 
 
-def _encoder(
+def _make_encoder(
     spec: dict[str, Any],
 ) -> tuple[PreTrainedTokenizerBase | BaseImageProcessor, PreTrainedModel]:
     """Return (tokenizer or image processor, encoder) of a part."""
@@ -223,9 +223,9 @@ def _encoder(
     templates = [[spec["template"]]] if "template" in spec else []
     tokenizer = getattr(tokenizers, spec["tokenizer"])(*templates)
 
-    def resolved(value: object) -> Any:
+    def resolve_value(value: object) -> Any:
         if isinstance(value, dict):
-            return {key: resolved(item) for key, item in value.items()}
+            return {key: resolve_value(item) for key, item in value.items()}
         if isinstance(value, str) and value.startswith("<"):
             return (
                 len(tokenizer)
@@ -235,4 +235,4 @@ def _encoder(
         return value
 
     model = getattr(transformers, spec["class"])
-    return tokenizer, model(model.config_class(**resolved(spec["config"])))
+    return tokenizer, model(model.config_class(**resolve_value(spec["config"])))

@@ -39,7 +39,7 @@ MERGES = 600
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def corpus(templates: list[str] | None = None) -> list[str]:
+def training_corpus(templates: list[str] | None = None) -> list[str]:
     """Return captions, and the templates (by default those of the data) `TEMPLATE_REPEATS`
     times."""
     colours, shapes = _DATA["colours"], _DATA["shapes"]
@@ -56,7 +56,7 @@ def clip() -> CLIPTokenizer:
     split = pre_tokenizers.Split(Regex(_DATA["clip_split"]), behavior="removed", invert=True)
     vocabulary, merges = _train_bpe(
         pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)]),
-        [text.lower() for text in corpus()],
+        [text.lower() for text in training_corpus()],
         suffix="</w>",
     )
     for special in ("<|startoftext|>", "<|endoftext|>"):
@@ -69,7 +69,7 @@ def t5() -> T5TokenizerFast:
     others), 512 tokens."""
     from transformers import T5TokenizerFast
 
-    pieces = Counter(f"▁{word}" for text in corpus() for word in text.split())
+    pieces = Counter(f"▁{word}" for text in training_corpus() for word in text.split())
     total = sum(pieces.values())
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
     words = [(piece, math.log(count / total)) for piece, count in sorted(pieces.items())]
@@ -101,7 +101,7 @@ def gemma() -> GemmaTokenizer:
     on the left."""
     from transformers import GemmaTokenizer
 
-    texts = corpus()
+    texts = training_corpus()
     entries, merges = _train_bpe(pre_tokenizers.Metaspace(), texts)
     special = [
         "<pad>",
@@ -166,7 +166,7 @@ def _byte_level() -> pre_tokenizers.PreTokenizer:
 def _train_byte_level(
     special: list[str], templates: list[str] | None = None
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    texts = corpus(templates)
+    texts = training_corpus(templates)
     for token in special:
         texts = [text.replace(token, "") for text in texts]
     return _train_bpe(_byte_level(), texts)
@@ -193,7 +193,7 @@ def _train_bpe(
             break
         best = min(pairs, key=lambda pair: (-pairs[pair], pair))
         merges.append(best)
-        words = {word: _merge(symbols, best) for word, symbols in words.items()}
+        words = {word: _merge_pair(symbols, best) for word, symbols in words.items()}
     entries = (
         BYTES
         + ([byte + suffix for byte in BYTES] if suffix else [])
@@ -202,7 +202,7 @@ def _train_bpe(
     return {entry: index for index, entry in enumerate(dict.fromkeys(entries))}, merges
 
 
-def _merge(symbols: list[str], pair: tuple[str, str]) -> list[str]:
+def _merge_pair(symbols: list[str], pair: tuple[str, str]) -> list[str]:
     merged: list[str] = []
     index = 0
     while index < len(symbols):

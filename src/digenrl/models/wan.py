@@ -15,7 +15,7 @@ from digenrl.models.exchange import attend_together
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
-from digenrl.models.scales import denormalise, normalise
+from digenrl.models.scales import denormalise_latents, normalise_latents
 from digenrl.models.shared import attend_with
 
 if TYPE_CHECKING:
@@ -59,14 +59,14 @@ class _SelfAttention(WanAttnProcessor):
             attn.to_v(hidden_states),
         )
         query, key, value = (part.unflatten(2, (attn.heads, -1)) for part in states)
-        rotated = [_rotated(part, *rotary_emb) for part in (query, key)]
+        rotated = [_apply_rotary(part, *rotary_emb) for part in (query, key)]
         (seen,) = attend_together(
             self._parallel_config, (*rotated, value), backend=self._attention_backend
         )
         return attn.to_out[1](attn.to_out[0](seen))
 
 
-def _rotated(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+def _apply_rotary(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Apply the rotary embedding to [B, tokens, heads, d] by angles [1, tokens, 1, d], in which
     each angle appears twice."""
     real, imaginary = states.unflatten(-1, (-1, 2)).unbind(-1)
@@ -94,10 +94,10 @@ class WanCodec(DiffusersCodec):
         return {"text": embeddings}
 
     def decode_latents(self, vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
-        return vae.decode(denormalise(latents, vae.config), return_dict=False)[0]
+        return vae.decode(denormalise_latents(latents, vae.config), return_dict=False)[0]
 
     def encode_latents(self, vae: AutoencoderKLWan, pixels: Tensor) -> Tensor:
-        return normalise(vae.encode(pixels.unsqueeze(2)).latent_dist.mode(), vae.config)
+        return normalise_latents(vae.encode(pixels.unsqueeze(2)).latent_dist.mode(), vae.config)
 
 
 class WanPolicy(DiffusersPolicy):
@@ -122,7 +122,7 @@ class WanPolicy(DiffusersPolicy):
         "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
     }
 
-    def complete(self) -> None:
+    def add_family_parts(self) -> None:
         for block in self.wrap_units():
             attend_with(block.attn1, _SelfAttention())
 

@@ -31,5 +31,5 @@ class Wording(NamedTuple):
 class ConditionStore(Protocol):
     """Conditionings that were encoded before (`data.prompt_store`)."""
 
-    def read(self, wording: Wording) -> Condition | None:
+    def read_condition(self, wording: Wording) -> Condition | None:
         """Return the wording's conditioning, on the CPU; None if it is not there."""

@@ -35,8 +35,8 @@ class DecisionLog:
         self._file, self._limit = LineFile(path), limit
         self._over = path.exists() and path.stat().st_size >= limit
         self._lines: list[bytes] = []
-        self._take(header)
-        self._flush()  # a rank that is killed early leaves at least the header
+        self._add_row(header)
+        self._flush_lines()  # a rank that is killed early leaves at least the header
         self._seen: dict[int, dict[str, Any]] = {}
         self._answers: dict[str, Any] = {}
 
@@ -44,8 +44,8 @@ class DecisionLog:
         """Take one event or decision."""
         if row.get("event") == "saw_rank":
             rank = row["args"][0]
-            if rank in self._seen and _speed(self._seen[rank]) != _speed(row):
-                self._take(self._seen[rank])
+            if rank in self._seen and _task_seconds(self._seen[rank]) != _task_seconds(row):
+                self._add_row(self._seen[rank])
             self._seen[rank] = row
             return
         if "decision" in row:
@@ -58,28 +58,28 @@ class DecisionLog:
                 return
             self._answers[name] = answer
         for each in (*self._seen.values(), row):
-            self._take(each)
+            self._add_row(each)
         self._seen.clear()
 
-    def _take(self, row: dict[str, object]) -> None:
+    def _add_row(self, row: dict[str, object]) -> None:
         if self._over:
             return
         self._lines.append(json.dumps(row, separators=(",", ":")).encode() + b"\n")
         if len(self._lines) >= _BLOCK:
-            self._flush()
+            self._flush_lines()
 
-    def _flush(self) -> None:
+    def _flush_lines(self) -> None:
         block, self._lines = b"".join(self._lines), []
         if block and (not self._file.write(block) or self._file.size >= self._limit):
             self._over = True
 
     def close(self) -> None:
         """Write the lines that are still in memory."""
-        self._flush()
+        self._flush_lines()
         self._file.close()
 
 
-def _speed(row: Mapping[str, Any]) -> object:
+def _task_seconds(row: Mapping[str, Any]) -> object:
     """Return the seconds of a task on a rank that was seen (`Work`); None for a lost
     rank."""
     work = row["args"][1]

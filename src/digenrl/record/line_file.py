@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from digenrl.record.run_dir import open_below, own_folder, require_plain, unwritten, write_whole
+from digenrl.record.run_dir import open_below, own_folder, require_plain, count_unwritten, write_whole
 
 
 class LineFile:
@@ -26,19 +26,19 @@ class LineFile:
     def write(self, block: bytes) -> bool:
         """Append `block` (lines with their newlines), and return whether that succeeded."""
         try:
-            self._open()
+            self._open_file()
             assert self._descriptor is not None
             write_whole(self._descriptor, block)
         except OSError as error:
             if self._descriptor is not None:
                 with suppress(OSError):
                     os.ftruncate(self._descriptor, self.size)
-            unwritten(self.path, block.count(b"\n"), error)
+            count_unwritten(self.path, block.count(b"\n"), error)
             return False
         self.size += len(block)
         return True
 
-    def _open(self) -> None:
+    def _open_file(self) -> None:
         if self._descriptor is not None:
             return
         own_folder(self.path.parent)

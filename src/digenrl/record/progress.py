@@ -63,28 +63,28 @@ class Progress:
     def stage(self, name: str) -> Iterator[None]:
         """Mark this thread as being in stage `name` during the body."""
         thread = threading.get_ident()
-        self._measure()
+        self._measure_memory()
         stages = self._stages.setdefault(thread, [])
         stages.append(name)
-        self._advance(thread)
+        self._advance_stretch(thread)
         try:
             yield
         finally:
-            self._measure()
+            self._measure_memory()
             stages.reverse()
             stages.remove(name)  # the innermost: two stages of a thread may overlap
             stages.reverse()
-            self._advance(thread)
+            self._advance_stretch(thread)
 
-    def tick(self) -> None:
+    def mark_progress(self) -> None:
         """Mark progress of this thread in its stage."""
-        self._advance(threading.get_ident())
+        self._advance_stretch(threading.get_ident())
 
-    def now(self) -> list[Stretch]:
+    def current_stretches(self) -> list[Stretch]:
         """Return the present stretch of each thread."""
         return list(self._now.values())
 
-    def _measure(self) -> None:
+    def _measure_memory(self) -> None:
         """Count the memory since the last edge for every stage that is open in any thread."""
         if self.gauge is None:
             return
@@ -95,7 +95,7 @@ class Progress:
             for name in names or {OTHER}:
                 self.peaks[name] = max(most, self.peaks.get(name, 0))
 
-    def _advance(self, thread: int) -> None:
+    def _advance_stretch(self, thread: int) -> None:
         before, stages = self._now.get(thread), self._stages[thread]
         if before is not None and before.stage != OUTSIDE:
             self._finished.add(before.stage)

@@ -125,7 +125,7 @@ def event_files(run_dir: str | os.PathLike[str]) -> list[Path]:
 
 def hold_reserve(run_dir: str | os.PathLike[str]) -> None:
     """Reserve a little disk space, for what a full disk must still take (`append_event`)."""
-    with suppress(OSError), replaced(Path(run_dir) / _RESERVE) as path:
+    with suppress(OSError), atomic_replace(Path(run_dir) / _RESERVE) as path:
         path.write_bytes(bytes(_RESERVE_BYTES))
 
 
@@ -163,19 +163,19 @@ def require_own(run_dir: str | os.PathLike[str]) -> None:
     """
     root = Path(run_dir)
     problems = []
-    for found, why in _strangers(root, root):
+    for found, why in _find_strangers(root, root):
         problems.append(f"{found}: {why}")
         if len(problems) == 4:
             break
     if problems:
         raise ForeignEntry(
-            f"{'; '.join(map(printable, problems))}. A run directory holds plain files and folders "
+            f"{'; '.join(map(printable_text, problems))}. A run directory holds plain files and folders "
             "alone, because resume, evaluation, export and report read and write there: remove "
             "what is named, or copy the run without it."
         )
 
 
-def _strangers(root: Path, folder: Path) -> Iterator[tuple[Path, str]]:
+def _find_strangers(root: Path, folder: Path) -> Iterator[tuple[Path, str]]:
     """Yield (path, fault) of everything below `folder` that leads elsewhere; links are not
     followed."""
     found: list[os.DirEntry[str]] = []
@@ -191,13 +191,13 @@ def _strangers(root: Path, folder: Path) -> Iterator[tuple[Path, str]]:
         if stat.S_ISLNK(facts.st_mode):
             target = os.readlink(path)
             named = _is_newest(name, target) or _CORE_LOG.fullmatch(name) is not None
-            if not (named or _stays(root / _WANDB, path, target)):
+            if not (named or _stays_inside(root / _WANDB, path, target)):
                 yield path, f"is a link to {target}"
         elif stat.S_ISDIR(facts.st_mode):
             if name in _FILES:
                 yield path, "is a folder, and no file"
             else:
-                yield from _strangers(root, path)
+                yield from _find_strangers(root, path)
         elif not stat.S_ISREG(facts.st_mode):
             yield path, "is neither a file nor a folder"
         elif name in _FOLDERS:
@@ -211,7 +211,7 @@ def _is_newest(name: str, target: str) -> bool:
     return name == _LAST and "/" not in target and target not in ("", ".", "..", "last")
 
 
-def _stays(folder: Path, path: Path, target: str) -> bool:
+def _stays_inside(folder: Path, path: Path, target: str) -> bool:
     """Return whether a relative link inside `folder` ends inside of it."""
     if folder not in path.parents or os.path.isabs(target) or folder.is_symlink():
         return False
@@ -219,7 +219,7 @@ def _stays(folder: Path, path: Path, target: str) -> bool:
     return os.path.realpath(path).startswith(f"{real}{os.sep}")
 
 
-def printable(text: str) -> str:
+def printable_text(text: str) -> str:
     """Return `text` without control characters, so that a terminal shows it and obeys nothing.
 
     >>> printable("a\x1b]0;b\nc")
@@ -283,7 +283,7 @@ def require_plain(descriptor: int, path: Path) -> None:
 
 
 @contextmanager
-def replaced(path: Path) -> Iterator[Path]:
+def atomic_replace(path: Path) -> Iterator[Path]:
     """Yield a new, empty file beside `path`, whose name nobody can guess. It replaces `path` after
     the body, and is removed if the body fails."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
@@ -318,12 +318,12 @@ def append_jsonl(path: str | os.PathLike[str], row: Mapping[str, object]) -> Non
     """Append `row` as one line, in one write; a line that cannot be written is counted
     (`unwritten`)."""
     try:
-        _append(Path(path), row)
+        _append_row(Path(path), row)
     except OSError as error:
-        unwritten(Path(path), 1, error)
+        count_unwritten(Path(path), 1, error)
 
 
-def _append(path: Path, row: Mapping[str, object], limit: float = math.inf) -> None:
+def _append_row(path: Path, row: Mapping[str, object], limit: float = math.inf) -> None:
     """Append `row` to a file of less than `limit` bytes.
 
     After a line that a crash tore, the row still begins on a new line.
@@ -380,22 +380,22 @@ def append_event(
     path = Path(run_dir) / _events_name
     event = {"time": unix_time(), "kind": kind, **redact(facts or {})}
     try:
-        _append(path, event, _events_limit if kind in ROUTINE else math.inf)
+        _append_row(path, event, _events_limit if kind in ROUTINE else math.inf)
     except OSError as error:
         if urgent:
             return release_reserve(run_dir) and append_event(run_dir, kind, facts, urgent)
-        unwritten(path, 1, error)
+        count_unwritten(path, 1, error)
         return False
     return True
 
 
-def unwritten(path: Path, lines: int, error: OSError) -> None:
+def count_unwritten(path: Path, lines: int, error: OSError) -> None:
     """Count lines that `path`, a file of a run directory, could not take. The first failure is
     reported at once."""
     first = path not in _unwritten
     _unwritten[path] += lines
     if first:
-        _tell(path, error.strerror or str(error))
+        _report_unwritten(path, error.strerror or str(error))
 
 
 def tell_unwritten(run_dir: str | os.PathLike[str]) -> None:
@@ -404,10 +404,10 @@ def tell_unwritten(run_dir: str | os.PathLike[str]) -> None:
     for path in [
         path for path, lines in _unwritten.items() if lines and Path(run_dir) in path.parents
     ]:
-        _tell(path, None)
+        _report_unwritten(path, None)
 
 
-def _tell(path: Path, cause: str | None) -> None:
+def _report_unwritten(path: Path, cause: str | None) -> None:
     run_dir = (
         path.parent
         if path.suffix == ".jsonl" and path.parent.name not in (SPANS, DECISIONS)
@@ -424,7 +424,7 @@ def write_json(path: str | os.PathLike[str], value: object, indent: int | None =
     Raises:
         OSError: the file cannot be written; no part of the file stays.
     """
-    with replaced(Path(path)) as temporary:
+    with atomic_replace(Path(path)) as temporary:
         text = json.dumps(json_safe(value), indent=indent, ensure_ascii=False)
         temporary.write_text(text + "\n", encoding="utf-8", errors="replace")
 
@@ -437,7 +437,7 @@ def write_trace(path: str | os.PathLike[str], events: Iterable[Mapping[str, obje
         OSError: the file cannot be written; no part of the file stays.
     """
     with (
-        replaced(Path(path)) as temporary,
+        atomic_replace(Path(path)) as temporary,
         temporary.open("w", encoding="utf-8", errors="replace") as file,
     ):
         file.write('{"displayTimeUnit":"ms","traceEvents":[')

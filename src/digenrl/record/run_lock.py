@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from digenrl.record.run_dir import printable, replaced
+from digenrl.record.run_dir import printable_text, atomic_replace
 
 HOLDER = ".lock"
 """File that says who holds the lock: host, process and Unix second."""
@@ -33,7 +33,7 @@ class RunIsHeld(ValueError):
     """Another process goes on with this run."""
 
 
-def hold(run_dir: Path) -> None:
+def hold_run(run_dir: Path) -> None:
     """Take the lock of a run directory, or keep it if this process has it.
 
     Nothing is written. A file system without locks, where nobody can hold one, refuses nobody.
@@ -45,10 +45,10 @@ def hold(run_dir: Path) -> None:
     if run_dir in _held:
         return
     began = time.monotonic()
-    while (descriptor := _taken(run_dir)) is None:
+    while (descriptor := _try_lock(run_dir)) is None:
         if time.monotonic() > began + (_DYING_S if _is_dying(run_dir) else _ENDING_S):
             raise RunIsHeld(
-                f"{run_dir} is held by {_holder(run_dir)}: two processes on one run would "
+                f"{run_dir} is held by {_describe_holder(run_dir)}: two processes on one run would "
                 "overwrite its checkpoints and records. Wait for its end, or stop it (SIGTERM), "
                 "then resume."
             )
@@ -60,11 +60,11 @@ def hold(run_dir: Path) -> None:
 def say_holder(run_dir: Path) -> None:
     """Write down that this process holds the lock."""
     facts = {"host": socket.gethostname(), "process": os.getpid(), "since": time.time()}
-    with suppress(OSError), replaced(run_dir.absolute() / HOLDER) as temporary:
+    with suppress(OSError), atomic_replace(run_dir.absolute() / HOLDER) as temporary:
         temporary.write_text(json.dumps(facts))
 
 
-def release(run_dir: Path) -> None:
+def release_run(run_dir: Path) -> None:
     """Give the lock back. Without one, nothing happens."""
     descriptor = _held.pop(run_dir.absolute(), None)
     if descriptor is not None:
@@ -73,7 +73,7 @@ def release(run_dir: Path) -> None:
         os.close(descriptor)
 
 
-def forget() -> None:
+def close_inherited() -> None:
     """Close a forked child's copies, so that a child which outlives this process holds nothing."""
     for descriptor in _held.values():
         with suppress(OSError):
@@ -81,7 +81,7 @@ def forget() -> None:
     _held.clear()
 
 
-def _taken(run_dir: Path) -> int | None:
+def _try_lock(run_dir: Path) -> int | None:
     """Return a descriptor with the lock; None if it is held, -1 where there are no locks."""
     descriptor = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -92,7 +92,7 @@ def _taken(run_dir: Path) -> int | None:
     return descriptor
 
 
-def _read(run_dir: Path) -> tuple[str, int, float] | None:
+def _read_holder(run_dir: Path) -> tuple[str, int, float] | None:
     try:
         descriptor = os.open(run_dir / HOLDER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:
@@ -104,7 +104,7 @@ def _read(run_dir: Path) -> tuple[str, int, float] | None:
 
 def _is_dying(run_dir: Path) -> bool:
     """Return whether the holder was a process of this machine that is gone."""
-    facts = _read(run_dir)
+    facts = _read_holder(run_dir)
     if facts is None or facts[0] != socket.gethostname() or facts[1] <= 0:
         return False
     try:
@@ -117,9 +117,9 @@ def _is_dying(run_dir: Path) -> bool:
     return state in ("Z", "X")  # its parent has not asked for its exit code
 
 
-def _holder(run_dir: Path) -> str:
+def _describe_holder(run_dir: Path) -> str:
     """Return who holds the lock, and since when, in words."""
-    facts = _read(run_dir)
+    facts = _read_holder(run_dir)
     if facts is None:
         return "another process, which has just begun"
     host, process, since = facts
@@ -127,4 +127,4 @@ def _holder(run_dir: Path) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
     except (ValueError, OverflowError, OSError):
         when = "an unknown time"
-    return f"process {process} on {printable(host)[:80]} since {when}"
+    return f"process {process} on {printable_text(host)[:80]} since {when}"

@@ -92,12 +92,12 @@ class SpanLog:
                 yield args
         finally:
             if took is None:
-                self.add(stage, start, self.now(), quiet, **args)
+                self.add_span(stage, start, self.now(), quiet, **args)
             else:
                 self._given.append((stage, start, self.now(), before, self._mark(), took, args))
-                self.read()
+                self.record_finished()
 
-    def read(self, wait: bool = False) -> None:
+    def record_finished(self, wait: bool = False) -> None:
         """Record the spans whose work the device has done; with `wait`, all of them."""
         while self._given and (wait or not (done := self._given[0][4]) or done.query()):
             stage, start, end, before, after, took, args = self._given.popleft()
@@ -105,16 +105,16 @@ class SpanLog:
                 after.synchronize()
                 start = max(start, self._device_end)
                 end = self._device_end = start + 1e-3 * before.elapsed_time(after)
-            self.add(stage, start, end, quiet=True, **args)
+            self.add_span(stage, start, end, quiet=True, **args)
             took(end - start)
 
-    def add(
+    def add_span(
         self, stage: str, start: float, end: float, quiet: bool = False, **args: object
     ) -> None:
         """Record a span that was measured elsewhere. Unless it is `quiet`, it begins when the
         device has done what was given before: a rank whose device works does not wait."""
         if not quiet:
-            self.read()
+            self.record_finished()
             start = end if self._given else min(end, max(start, self._device_end))
         row = {
             "rank": self.rank,
@@ -131,12 +131,12 @@ class SpanLog:
                 label = f"{stage} {args['cause']}" if "cause" in args else stage
                 self._left_out[label] += end - start
                 return
-            self._lines.append(_line(row | args))
+            self._lines.append(_json_line(row | args))
             if end - self._flushed > 1.0 or len(self._lines) >= _BLOCK:
-                self._flush(self._file)
+                self._flush_lines(self._file)
                 self._flushed = end
 
-    def _flush(self, file: LineFile) -> None:
+    def _flush_lines(self, file: LineFile) -> None:
         block, self._lines = b"".join(self._lines), []
         if block:
             file.write(block)
@@ -151,17 +151,17 @@ class SpanLog:
         """Write what is left. Without `wait`, spans whose work the device has not done are dropped:
         after a failure that work may be a collective without an end."""
         if wait:
-            self.read(wait=True)
+            self.record_finished(wait=True)
         with self._lock:
             if self._file is not None:
                 if self._left_out:
                     self._lines.append(
-                        _line({LEFT_OUT: self._left_out, "rank": self.rank, "role": self.role})
+                        _json_line({LEFT_OUT: self._left_out, "rank": self.rank, "role": self.role})
                     )
-                self._flush(self._file)
+                self._flush_lines(self._file)
                 self._file.close()
                 self._file = None
 
 
-def _line(row: dict[str, object]) -> bytes:
+def _json_line(row: dict[str, object]) -> bytes:
     return json.dumps(row, separators=(",", ":")).encode() + b"\n"

@@ -111,7 +111,7 @@ class Span:
         return span
 
 
-def perfetto(spans: Iterable[Span]) -> Iterator[dict[str, object]]:
+def perfetto_events(spans: Iterable[Span]) -> Iterator[dict[str, object]]:
     """Yield Chrome trace events for ui.perfetto.dev: one process per role, one thread per rank,
     microseconds.
 

@@ -21,7 +21,7 @@ from digenrl.record.run_dir import (
     write_json,
     write_trace,
 )
-from digenrl.record.spans import perfetto
+from digenrl.record.spans import perfetto_events
 from digenrl.report.attempt import attempt
 from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
@@ -82,7 +82,7 @@ def rebuild(run_dir: str | os.PathLike[str]) -> Summary:
     summary = build_summary(run)
     known, warnings = len(summary["warnings"]), summary["warnings"]
     attempt(SUMMARY, lambda: write_json(run.path / SUMMARY, summary), warnings)
-    attempt(TRACE, lambda: write_trace(run.path / TRACE, perfetto(run.spans)), warnings)
+    attempt(TRACE, lambda: write_trace(run.path / TRACE, perfetto_events(run.spans)), warnings)
     from digenrl.report.page.draw import draw  # matplotlib: not before ranks are forked
 
     draw(run, summary, warnings)

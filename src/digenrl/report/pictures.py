@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from digenrl.record.run_dir import SAMPLES, printable
+from digenrl.record.run_dir import SAMPLES, printable_text
 from digenrl.report.find import files_of, open_own
 from digenrl.report.read_run import Run
 
@@ -113,7 +113,7 @@ def _read_samples(file: BinaryIO, path: Path) -> Samples:
     if missing:
         raise ValueError(
             f"{path.name}: lacks {', '.join(sorted(missing))}; it holds "
-            f"{printable(', '.join(headers))[:200]}"
+            f"{printable_text(', '.join(headers))[:200]}"
         )
     arrays = np.load(file, allow_pickle=False)
     media = arrays["media"]

@@ -5,7 +5,7 @@ A run's directory may be foreign: entries of another form are left out.
 
 from __future__ import annotations
 
-from digenrl.record.run_dir import printable
+from digenrl.record.run_dir import printable_text
 from digenrl.report.read_run import Run, is_number
 from digenrl.report.summary_record import PublishedCurve
 
@@ -35,8 +35,8 @@ def published(run: Run) -> list[PublishedCurve]:
                 "last": float(entry["last"]),
                 "steps": _figure(entry.get("steps")),
                 "gpu_hours": _figure(entry.get("gpu_hours")),
-                "measured": printable(str(entry.get("measured")))[:_LONGEST],
-                "source": printable(str(entry.get("source")))[:_LONGEST],
+                "measured": printable_text(str(entry.get("measured")))[:_LONGEST],
+                "source": printable_text(str(entry.get("source")))[:_LONGEST],
                 "own_first": values[0] if values else None,
                 "own_last": values[-1] if values else None,
                 "own_steps": steps[-1] if steps else 0,

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from digenrl.record.run_dir import printable
+from digenrl.record.run_dir import printable_text
 from digenrl.report.alarms import alarms
 from digenrl.report.published import NONE_KNOWN, sentence
 from digenrl.report.read_run import is_number
@@ -104,13 +104,13 @@ def final_table(summary: Summary) -> RenderableType:
     colour = {"completed": "green", "stopped": "yellow"}.get(str(summary["status"]), "red")
     table = Table(
         title=Text(
-            printable(f"{summary['experiment']}: {summary['status']}"), style=f"bold {colour}"
+            printable_text(f"{summary['experiment']}: {summary['status']}"), style=f"bold {colour}"
         ),
         show_header=False,
     )
     for name, text in facts(summary):
-        table.add_row(Text(printable(name), style="dim"), Text(printable(text)))
+        table.add_row(Text(printable_text(name), style="dim"), Text(printable_text(text)))
     told = [*alarms(summary), *summary["warnings"]]
     if summary["status"] == "stopped" and summary["cause"]:
         told.insert(0, f"Stopped: {summary['cause']}.")
-    return Group(table, *(Text(f"! {printable(line)}", style="yellow") for line in told))
+    return Group(table, *(Text(f"! {printable_text(line)}", style="yellow") for line in told))

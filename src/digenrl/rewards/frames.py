@@ -239,7 +239,7 @@ def encode_request(
 def decode_request(document: bytes, payload_bytes: int) -> ScoreRequest:
     """Return the request of a frame's JSON, checked against the length of its payload. Raises
     WireError."""
-    request = _validate(ScoreRequest, document)
+    request = _validate_document(ScoreRequest, document)
     if request.payload_bytes != payload_bytes:
         raise FrameError(
             f"Media {request.media.shape} {request.media.dtype} and {len(request.images)} images "
@@ -321,7 +321,7 @@ def decode_response(document: bytes, request_id: str, samples: int) -> tuple[Ten
     Raises WireError unless it is exactly that: same request, every id, in order, finite fp32
     numbers.
     """
-    response = _validate(ScoreResponse, document)
+    response = _validate_document(ScoreResponse, document)
     if response.request_id != request_id:
         raise FrameError(
             f"The response answers request {response.request_id!r}, asked was {request_id!r}."
@@ -343,10 +343,10 @@ def decode_response(document: bytes, request_id: str, samples: int) -> tuple[Ten
 
 def decode_description(document: bytes) -> ServiceDescription:
     """Return the answer of GET /identity. Raises WireError."""
-    return _validate(ServiceDescription, document)
+    return _validate_document(ServiceDescription, document)
 
 
-def _validate(model: type[_Model], document: bytes) -> _Model:
+def _validate_document(model: type[_Model], document: bytes) -> _Model:
     try:
         return model.model_validate_json(document)
     except ValidationError as error:

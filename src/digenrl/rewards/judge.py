@@ -59,14 +59,14 @@ class ServedJudge:
             names = [seen[gpu] if len(seen) > gpu and seen[gpu] else str(gpu) for gpu in gpus]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
         with checkpoint(
-            _directory(scorer["model"], serve["build"]), serve["build"], _write
+            _model_directory(scorer["model"], serve["build"]), serve["build"], _write_model
         ) as path:
             require_data(path)
             command = server_command(path, scorer["model"], port, len(gpus), serve["args"])
             self._server = subprocess.Popen(
                 command, env=environment, preexec_fn=partial(end_with_parent, signal.SIGKILL)
             )
-            lives = self._wait(port, start_s)
+            lives = self._wait_for_server(port, start_s)
             self.weights_digest = files_digest(sorted(Path(path).glob("*.safetensors")))
         if not lives:
             self._server.kill()
@@ -81,7 +81,7 @@ class ServedJudge:
         """Return the judge's scores [B]."""
         return self._judge(media, prompts)
 
-    def _wait(self, port: int, start_s: float) -> bool:
+    def _wait_for_server(self, port: int, start_s: float) -> bool:
         """Return whether the server answers in time; say why it does not."""
         deadline = time.monotonic() + start_s
         with httpx.Client(trust_env=False, timeout=5.0) as client:
@@ -123,7 +123,7 @@ def server_command(
     return [*vllm, "--tensor-parallel-size", str(max(1, gpus)), *map(str, more)]
 
 
-def _directory(model: str, build: str) -> str | None:
+def _model_directory(model: str, build: str) -> str | None:
     if build == "tiny" or Path(model).exists():
         return model
     from huggingface_hub import snapshot_download
@@ -131,5 +131,5 @@ def _directory(model: str, build: str) -> str | None:
     return snapshot_download(model, local_files_only=True)
 
 
-def _write(folder: Path) -> None:
+def _write_model(folder: Path) -> None:
     write_tiny(folder, "Qwen2_5_VL").save_pretrained(folder)

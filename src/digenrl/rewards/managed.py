@@ -41,37 +41,37 @@ class ManagedScorer(ProcessScorer):
         others: as of `ProcessScorer`.
     """
 
-    def _start(self) -> RemoteScorer:
+    def _ensure_client(self) -> RemoteScorer:
         """Return a client of the machine's child, which is started if there is none."""
         if self._client is not None and (self._child is None or self._child.poll() is None):
             return self._client
-        self._end()
+        self._end_child()
         deadline = time.monotonic() + self._start_s
         written = json.dumps(self._node, sort_keys=True).encode()
         name = hashlib.blake2b(written, digest_size=8).hexdigest()
         while True:
-            folder = _folder()
+            folder = _lock_folder()
             file = folder / name
-            if (lock := _locked(file)) is not None:
-                return self._own(folder, lock)
+            if (lock := _try_lock(file)) is not None:
+                return self._start_child(folder, lock)
             with suppress(ValueError, FileNotFoundError):  # its owner has not written it yet
                 told = json.loads(file.read_bytes())
-                return self._connect(told["url"], told["token"])
+                return self._connect_client(told["url"], told["token"])
             if time.monotonic() > deadline:
-                self._lost(TimeoutError(), self._start_s)
+                self._raise_lost(TimeoutError(), self._start_s)
             time.sleep(_POLL_S)
 
     def close(self) -> None:
         """End the child, and remove the folder if no other child uses it."""
         super().close()
-        tidy(_folder_of(os.getppid()))
+        remove_unused_folder(_folder_of(os.getppid()))
 
-    def _own(self, folder: Path, lock: int) -> RemoteScorer:
+    def _start_child(self, folder: Path, lock: int) -> RemoteScorer:
         """Start the child that holds `lock`, and tell the other ranks of it."""
         held = [lock]
         try:
             os.ftruncate(lock, 0)
-            numbers = self._free(folder, held)
+            numbers = self._take_free_gpus(folder, held)
             node = self._node
             if "url" in node:
                 node = {
@@ -83,23 +83,23 @@ class ManagedScorer(ProcessScorer):
                 }
             scratch = folder / _SCRATCH
             scratch.mkdir(exist_ok=True)
-            url, token = self._spawn(
+            url, token = self._spawn_child(
                 node, numbers[0] if numbers else None, held, {"TMPDIR": str(scratch)}
             )
             os.pwrite(lock, json.dumps({"url": url, "token": token}).encode(), 0)
         finally:
             for descriptor in held:  # the child has its own
                 os.close(descriptor)
-        return self._connect(url, token)
+        return self._connect_client(url, token)
 
-    def _free(self, folder: Path, held: list[int]) -> list[int]:
+    def _take_free_gpus(self, folder: Path, held: list[int]) -> list[int]:
         """Return the numbers of the GPUs that the child takes: the last ones that nobody has."""
         wanted = gpus_of(self._node) if accelerator.device_count() else 0
         numbers: list[int] = []
         for number in reversed(range(accelerator.device_count())):
             if len(numbers) == wanted or number == accelerator.current_device().index:
                 break
-            if (lock := _locked(folder / f"gpu-{number}")) is not None:
+            if (lock := _try_lock(folder / f"gpu-{number}")) is not None:
                 held.append(lock)
                 numbers.insert(0, number)
         if len(numbers) < wanted:
@@ -111,7 +111,7 @@ class ManagedScorer(ProcessScorer):
         return numbers
 
 
-def _folder() -> Path:
+def _lock_folder() -> Path:
     """Return the folder of the locks that the ranks of this machine share, for this user alone."""
     folder = _folder_of(os.getppid())
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -124,7 +124,7 @@ def _folder_of(parent: int) -> Path:
     return Path(tempfile.gettempdir()) / f"digenrl-judges-{os.getuid()}-{parent}"
 
 
-def tidy(folder: Path, wait_s: float = 0.0) -> None:
+def remove_unused_folder(folder: Path, wait_s: float = 0.0) -> None:
     """Remove the folder of a machine's children, with the temporary files that they have left, once
     no child lives.
 
@@ -139,7 +139,7 @@ def tidy(folder: Path, wait_s: float = 0.0) -> None:
         try:
             locks = [file for file in folder.iterdir() if file.name != _SCRATCH]
             for file in locks:
-                if (lock := _locked(file)) is None:
+                if (lock := _try_lock(file)) is None:
                     break
                 held.append(lock)
             else:
@@ -155,12 +155,12 @@ def tidy(folder: Path, wait_s: float = 0.0) -> None:
         time.sleep(_POLL_S)
 
 
-def clear(parent: int) -> None:
+def remove_shared_folder(parent: int) -> None:
     """Remove the folder that ranks with this parent have shared, once they are gone."""
-    tidy(_folder_of(parent), _ENDING_S)
+    remove_unused_folder(_folder_of(parent), _ENDING_S)
 
 
-def _locked(file: Path) -> int | None:
+def _try_lock(file: Path) -> int | None:
     """Return a descriptor of `file` with its lock; None while another process holds the lock."""
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

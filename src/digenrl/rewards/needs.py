@@ -61,7 +61,7 @@ def check_entry(name: str, entry: object, group: str) -> None:
             )
 
 
-def placed(
+def placed_scorers(
     reward: Mapping[str, object], at: str = "inline thread process managed"
 ) -> Iterator[_Scorer]:
     """Yield (dotted key, name, YAML node) of every scorer of the group `reward` whose placement is
@@ -87,9 +87,9 @@ def gpus_of(node: Mapping[str, Any]) -> int:
     return int((node.get("serve") or {}).get("gpus", 1)) if "url" in node else int("device" in node)
 
 
-def managed(reward: Mapping[str, object]) -> dict[str, int]:
+def managed_gpus(reward: Mapping[str, object]) -> dict[str, int]:
     """Return reward -> GPUs of every reward of the group `reward` that is placed managed."""
-    return {name: gpus_of(node) for _, name, node in placed(reward, "managed")}
+    return {name: gpus_of(node) for _, name, node in placed_scorers(reward, "managed")}
 
 
 def flag_problems(args: object) -> Iterator[str]:
@@ -119,10 +119,10 @@ def flag_problems(args: object) -> Iterator[str]:
             yield f"{flag} lacks a value, or its value is no plain word"
 
 
-def measuring(reward: Mapping[str, Any], callbacks: Mapping[str, Any]) -> Iterator[_Scorer]:
+def scorers_and_statistics(reward: Mapping[str, Any], callbacks: Mapping[str, Any]) -> Iterator[_Scorer]:
     """Yield (dotted key, description, YAML node) of every scorer built here, and of every statistic
     of the evaluation."""
-    for key, name, node in placed(reward):
+    for key, name, node in placed_scorers(reward):
         yield key, f"reward {name}", node
     evaluation = callbacks.get("evaluation") or {}
     for index, node in enumerate(evaluation.get("statistics") or ()):
@@ -147,11 +147,11 @@ def require_weights(
         ValueError: weights are missing. The message says which, and how to get them.
     """
     problems = []
-    for key, what, node in measuring(reward, callbacks or {}):
+    for key, what, node in scorers_and_statistics(reward, callbacks or {}):
         published = WEIGHTS.get(node["_target_"], {}) if node.get("build", "real") == "real" else {}
         for argument, source in published.items():
             value = node.get(argument)
-            if (remedy := absent(value, f"{key}.{argument}", source)) is not None:
+            if (remedy := download_remedy(value, f"{key}.{argument}", source)) is not None:
                 problems.append(
                     f"{key}.{argument} = {value or 'null'}: the weights of {what} are not here; "
                     f"{remedy}. "
@@ -161,7 +161,7 @@ def require_weights(
         raise ValueError("\n".join(problems))
 
 
-def absent(value: str | None, key: str, source: str) -> str | None:
+def download_remedy(value: str | None, key: str, source: str) -> str | None:
     """Return how to get the weights at `value` (a path, a hub id, or None); None if they are
     here."""
     if value is None:
@@ -184,7 +184,7 @@ def absent(value: str | None, key: str, source: str) -> str | None:
     return None
 
 
-def unscorable(
+def unscorable_prompts(
     reward: Mapping[str, object],
     prompts: Iterable[tuple[str, Prompt]],
     callbacks: Mapping[str, object] | None = None,
@@ -205,7 +205,7 @@ def unscorable(
     from hydra.utils import get_object
 
     every, few, problems = list(prompts), list(evaluated), list[str]()
-    for key, what, node in measuring(reward, callbacks or {}):
+    for key, what, node in scorers_and_statistics(reward, callbacks or {}):
         asked = few if key.startswith("callbacks.") else every
         try:
             check = inspect.getattr_static(get_object(node["_target_"]), "check_prompts", None)

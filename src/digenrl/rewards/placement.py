@@ -9,7 +9,7 @@ from typing import Any
 
 from digenrl.rewards.managed import ManagedScorer
 from digenrl.rewards.process import ProcessScorer
-from digenrl.rewards.protocol import Scorer, build_scorer, plain
+from digenrl.rewards.protocol import Scorer, build_scorer, plain_node
 from digenrl.rewards.remote import RemoteScorer
 
 PLACEMENTS = ("inline", "thread", "process", "managed", "http")
@@ -51,11 +51,11 @@ def place_scorer(
             "`_target_`."
         )
     if placement not in ("inline", "thread"):
-        return _elsewhere(name, scorer, placement, urls, start_s, call_s)
+        return _remote_maker(name, scorer, placement, urls, start_s, call_s)
     return partial(build_scorer, scorer) if described else lambda: scorer
 
 
-def _elsewhere(
+def _remote_maker(
     name: str,
     scorer: object,
     placement: str,
@@ -76,4 +76,4 @@ def _elsewhere(
             "pass its YAML node (`_recursive_: false`)."
         )
     own = ManagedScorer if placement == "managed" else ProcessScorer
-    return partial(own, plain(scorer), start_s, call_s)
+    return partial(own, plain_node(scorer), start_s, call_s)

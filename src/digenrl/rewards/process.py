@@ -33,7 +33,7 @@ from digenrl.rewards.protocol import (
     RewardUnavailable,
     build_scorer,
     check_scores,
-    contained,
+    contain_exits,
     identity_of,
 )
 from digenrl.rewards.remote import RemoteScorer, Unanswered
@@ -78,12 +78,12 @@ class ProcessScorer:
     @property
     def model_id(self) -> str:
         """Model id of the scorer in the child, which is started first if necessary."""
-        return self._identified().model_id
+        return self._require_identity().model_id
 
     @property
     def weights_digest(self) -> str:
         """Weights digest of the scorer in the child, which is started first if necessary."""
-        return self._identified().weights_digest
+        return self._require_identity().weights_digest
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Return scores [B].
@@ -93,11 +93,11 @@ class ProcessScorer:
             RewardError: the scorer itself failed, or the child keeps dying.
         """
         with self._lock:
-            client = self._start()
+            client = self._ensure_client()
             try:
                 scores = client(media, prompts)
             except Unanswered as error:
-                self._lost(error, self._call_s)
+                self._raise_lost(error, self._call_s)
             except RewardUnavailable:
                 self._deaths = 0
                 raise
@@ -107,24 +107,24 @@ class ProcessScorer:
     def close(self) -> None:
         """End the child. Idempotent."""
         with self._lock:
-            self._end()
+            self._end_child()
 
-    def _identified(self) -> Identity:
+    def _require_identity(self) -> Identity:
         with self._lock:
-            self._start()
+            self._ensure_client()
             assert self._identity is not None
             return self._identity
 
-    def _start(self) -> RemoteScorer:
+    def _ensure_client(self) -> RemoteScorer:
         """Return a client of a child with a built scorer. A restarted child must have the old
         identity."""
         if self._client is not None and self._child is not None and self._child.poll() is None:
             return self._client
-        self._end()
+        self._end_child()
         # `auto` in the child is this rank's device; torch numbers devices alike in both.
-        return self._connect(*self._spawn(self._node, accelerator.current_device().index))
+        return self._connect_client(*self._spawn_child(self._node, accelerator.current_device().index))
 
-    def _spawn(
+    def _spawn_child(
         self,
         node: Mapping[str, object],
         device: int | None,
@@ -155,23 +155,23 @@ class ProcessScorer:
         try:
             asked = {"node": node, "token": token, "device": device}
             print(json.dumps(asked), file=self._child.stdin, flush=True)
-            return self._told(self._start_s)["url"], token
+            return self._read_answer(self._start_s)["url"], token
         except (OSError, KeyError) as error:
-            self._lost(error, self._start_s)
+            self._raise_lost(error, self._start_s)
 
-    def _connect(self, url: str, token: str) -> RemoteScorer:
+    def _connect_client(self, url: str, token: str) -> RemoteScorer:
         """Return a client of a child, which must have the identity of its predecessors."""
         pinned: dict[str, Any] = {} if self._identity is None else vars(self._identity)
         self._client = RemoteScorer(
             [url], self._call_s, self._call_s, max_attempts=1, token=token, **pinned
         )
         try:
-            self._identity = self._client.identity()
+            self._identity = self._client.pinned_identity()
         except Unanswered as error:
-            self._lost(error, self._call_s)
+            self._raise_lost(error, self._call_s)
         return self._client
 
-    def _told(self, seconds: float) -> dict[str, str]:
+    def _read_answer(self, seconds: float) -> dict[str, str]:
         """Return the child's next line; {} if the child ended before.
 
         Raises TimeoutError, and RewardError if the line reports an error.
@@ -182,21 +182,21 @@ class ProcessScorer:
             raise TimeoutError
         told: dict[str, str] = json.loads(self._child.stdout.readline() or "{}")
         if "error" in told:
-            self._end()
+            self._end_child()
             raise RewardError(
                 f"The scorer {self._node.get('_target_')} failed in its process: {told['error']}"
             )
         return told
 
-    def _lost(self, error: Exception, seconds: float) -> NoReturn:
+    def _raise_lost(self, error: Exception, seconds: float) -> NoReturn:
         """End a child that did not answer, and raise the cause."""
         code: int | None = None
         if self._child is not None:
             with suppress(subprocess.TimeoutExpired):
                 code = self._child.wait(0.5)
-                self._told(0.0)
+                self._read_answer(0.0)
         self._deaths += 1
-        self._end()
+        self._end_child()
         what = (
             f"did not answer within {seconds:g} s (reward.start_s, reward.call_s)"
             if code is None
@@ -209,7 +209,7 @@ class ProcessScorer:
             ) from error
         raise RewardUnavailable(f"{message}; it starts again with the next batch.") from error
 
-    def _end(self) -> None:
+    def _end_child(self) -> None:
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -229,12 +229,12 @@ def _pass_on(printed: int) -> None:
             if len(rest) > _LONGEST_LINE:
                 lines, rest = [*lines, rest], b""
             for line in lines:
-                _print(line)
+                _print_line(line)
     if rest:
-        _print(rest)
+        _print_line(rest)
 
 
-def _print(line: bytes) -> None:
+def _print_line(line: bytes) -> None:
     with suppress(OSError, ValueError):  # a stream that is closed
         print(line.decode(errors="backslashreplace"), file=sys.stderr, flush=True)
 
@@ -245,30 +245,30 @@ class _Reporting:
     def __init__(self, node: Mapping[str, object], device: int | None, answers: TextIO) -> None:
         self._device, self._answers = device, answers
         try:
-            with device_index(self._device), contained(str(node.get("_target_"))):
+            with device_index(self._device), contain_exits(str(node.get("_target_"))):
                 self._scorer = build_scorer(node)
             identity = identity_of(self._scorer)
         except Exception as error:
-            self.fail(error)
+            self.report_failure(error)
         self.model_id, self.weights_digest = identity.model_id, identity.weights_digest
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         try:
             # The service calls from threads of its own, and a new thread begins on device 0.
-            with device_index(self._device), contained(self.model_id):
+            with device_index(self._device), contain_exits(self.model_id):
                 return check_scores(self.model_id, self._scorer(media, prompts), len(prompts))
         except RewardUnavailable:
             raise
         except Exception as error:
-            self.fail(error)
+            self.report_failure(error)
 
-    def fail(self, error: Exception) -> NoReturn:
+    def report_failure(self, error: Exception) -> NoReturn:
         """Report an error to the parent and end the process."""
-        self.tell({"error": f"{type(error).__name__}: {error}"})
+        self.send_answer({"error": f"{type(error).__name__}: {error}"})
         _kill_group(os.getpid())
         os._exit(1)
 
-    def tell(self, answer: Mapping[str, str]) -> None:
+    def send_answer(self, answer: Mapping[str, str]) -> None:
         """Write a line to the parent."""
         print(json.dumps(answer), file=self._answers, flush=True)
 
@@ -297,9 +297,9 @@ def main() -> None:
     os.dup2(2, 1)  # what a scorer prints belongs to the run's log
     scorer = _Reporting(asked["node"], asked["device"], answers)
     try:
-        from digenrl.rewards.service import RewardService, ServiceLimits, serve
+        from digenrl.rewards.service import RewardService, ServiceLimits, serve_rewards
     except ImportError as error:
-        scorer.fail(error)
+        scorer.report_failure(error)
     most = _UNBOUNDED
     # Every rank of a machine may ask a judge at once, and each waits its turn.
     limits = ServiceLimits(
@@ -311,11 +311,11 @@ def main() -> None:
         body_s=most,
         score_s=most,
     )
-    serve(
+    serve_rewards(
         RewardService(scorer, limits, asked["token"]),
         "127.0.0.1",
         0,
-        lambda url: scorer.tell({"url": url}),
+        lambda url: scorer.send_answer({"url": url}),
     )
 
 

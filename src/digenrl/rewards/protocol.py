@@ -136,7 +136,7 @@ def check_scores(name: str, scores: object, samples: int) -> Tensor:
 
 
 @contextmanager
-def contained(name: str) -> Iterator[None]:
+def contain_exits(name: str) -> Iterator[None]:
     """Turn an exception that ends a thread or process (SystemExit, KeyboardInterrupt,
     CancelledError) into RewardError.
 
@@ -189,7 +189,7 @@ def source_images(media: Tensor, prompts: Sequence[Prompt], role: str = "image")
             raise RewardError(
                 f"'{prompt.text[:60]}' has no {role}: {MISSING_IMAGE.format(role=role)}"
             )
-        pictures.append(_fitted(found[0], media.shape[-2], media.shape[-1]))
+        pictures.append(_fitted_picture(found[0], media.shape[-2], media.shape[-1]))
     return torch.stack(pictures)
 
 
@@ -203,7 +203,7 @@ def require_images(prompts: Sequence[Prompt], *roles: str) -> None:
 
 
 @lru_cache(maxsize=64)
-def _fitted(image: PromptImage, height: int, width: int) -> Tensor:
+def _fitted_picture(image: PromptImage, height: int, width: int) -> Tensor:
     try:
         picture = np.asarray(image.fitted(height, width), dtype=np.float32)
     except ImageError as error:
@@ -260,7 +260,7 @@ def build_scorer(node: Mapping[str, object]) -> Scorer:
     result is not callable."""
     from hydra.utils import instantiate
 
-    scorer = instantiate(plain(node), _convert_="all")
+    scorer = instantiate(plain_node(node), _convert_="all")
     if not callable(scorer):
         raise ValueError(
             f"`{node['_target_']}` builds {type(scorer).__name__}, which cannot be called: a "
@@ -269,7 +269,7 @@ def build_scorer(node: Mapping[str, object]) -> Scorer:
     return scorer
 
 
-def plain(node: Mapping[str, object]) -> dict[str, Any]:
+def plain_node(node: Mapping[str, object]) -> dict[str, Any]:
     """Return `node` as plain containers with interpolations resolved (an OmegaConf node, or a dict
     as it is)."""
     from omegaconf import DictConfig, OmegaConf

@@ -135,7 +135,7 @@ class RemoteScorer:
             )
         self._deadline_s, self._attempt_s = deadline_s, attempt_s
         self._max_attempts, self._dtype = max_attempts, dtype
-        self._endpoints = [self._endpoint(url) for url in urls]
+        self._endpoints = [self._parse_endpoint(url) for url in urls]
         self._pinned: Identity | None = None
         if model_id is not None and weights_digest is not None:
             self._pinned = Identity(model_id, weights_digest)
@@ -151,12 +151,12 @@ class RemoteScorer:
     @property
     def model_id(self) -> str:
         """Model id of the service, which is asked on first use."""
-        return self.identity().model_id
+        return self.pinned_identity().model_id
 
     @property
     def weights_digest(self) -> str:
         """Weights digest of the service, which is asked on first use."""
-        return self.identity().weights_digest
+        return self.pinned_identity().weights_digest
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Return scores [B] fp32; NaN = the service has no score for the sample.
@@ -167,19 +167,19 @@ class RemoteScorer:
             RewardError: wrong set-up or changed identity; see the module's table.
         """
         deadline = time.monotonic() + self._deadline_s
-        outcome = self._run(self._score, media, prompts, deadline)
+        outcome = self._run_in_thread(self._score_batch, media, prompts, deadline)
         if outcome.errors:
             unanswered = any(isinstance(error, Unanswered) for error in outcome.errors)
             kind = Unanswered if unanswered else RewardUnavailable
             raise kind("; ".join(dict.fromkeys(map(str, outcome.errors))), outcome.scores)
         return outcome.scores
 
-    def identity(self) -> Identity:
+    def pinned_identity(self) -> Identity:
         """Return the pinned identity, and ask a service for it if none has answered yet. Raises as
         a call does."""
         if self._pinned is None:
             deadline = time.monotonic() + self._deadline_s
-            self._run(self._attempts, None, deadline)
+            self._run_in_thread(self._retry_request, None, deadline)
         assert self._pinned is not None
         return self._pinned
 
@@ -191,7 +191,7 @@ class RemoteScorer:
             portal.call(self._http.aclose)
             self._threads.close()
 
-    def _run(self, work: Callable[..., Awaitable[_Result]], *arguments: object) -> _Result:
+    def _run_in_thread(self, work: Callable[..., Awaitable[_Result]], *arguments: object) -> _Result:
         """Return the result of `work(*arguments)`. Raises TimeoutError soon after the deadline."""
         with self._lock:
             if self._portal is None:
@@ -202,7 +202,7 @@ class RemoteScorer:
         finally:
             future.cancel()
 
-    def _endpoint(self, url: str) -> _Endpoint:
+    def _parse_endpoint(self, url: str) -> _Endpoint:
         parsed = httpx.URL(url)
         if parsed.scheme not in ("http", "https") or not parsed.host or parsed.userinfo:
             raise ValueError(
@@ -211,26 +211,26 @@ class RemoteScorer:
             )
         return _Endpoint(str(parsed).rstrip("/"))
 
-    async def _score(self, media: Tensor, prompts: Sequence[Prompt], deadline: float) -> _Outcome:
+    async def _score_batch(self, media: Tensor, prompts: Sequence[Prompt], deadline: float) -> _Outcome:
         outcome = _Outcome(torch.full((len(prompts),), math.nan))
         try:
             if not any(endpoint.limits for endpoint in self._endpoints):
-                await self._attempts(None, deadline)
+                await self._retry_request(None, deadline)
             images = any(endpoint.images for endpoint in self._endpoints)
-            parts = self._cut(media, prompts, images)
+            parts = self._split_rows(media, prompts, images)
         except RewardUnavailable as error:
             outcome.errors.append(error)
             return outcome
         gate = asyncio.Semaphore(len(self._endpoints))
 
-        async def one(rows: slice) -> None:
+        async def score_rows(rows: slice) -> None:
             async with gate:
                 try:
                     request_id = uuid.uuid4().hex
                     body = frames.encode_request(
                         media[rows], prompts[rows], request_id, self._dtype, images
                     )
-                    scores = await self._attempts((body, request_id, len(prompts[rows])), deadline)
+                    scores = await self._retry_request((body, request_id, len(prompts[rows])), deadline)
                     assert scores is not None
                     outcome.scores[rows] = scores
                 except RewardUnavailable as error:
@@ -238,13 +238,13 @@ class RemoteScorer:
                 except ImageError as error:
                     raise RewardError(str(error)) from error
 
-        results = await asyncio.gather(*(one(rows) for rows in parts), return_exceptions=True)
+        results = await asyncio.gather(*(score_rows(rows) for rows in parts), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
         return outcome
 
-    def _cut(self, media: Tensor, prompts: Sequence[Prompt], images: bool) -> list[slice]:
+    def _split_rows(self, media: Tensor, prompts: Sequence[Prompt], images: bool) -> list[slice]:
         """Return the rows of each request: as many as the known service with the smallest limits
         takes."""
         limits = [endpoint.limits for endpoint in self._endpoints if endpoint.limits is not None]
@@ -269,29 +269,29 @@ class RemoteScorer:
             slice(start, min(start + step, len(prompts))) for start in range(0, len(prompts), step)
         ]
 
-    async def _attempts(
+    async def _retry_request(
         self, request: tuple[bytes, str, int] | None, deadline: float
     ) -> Tensor | None:
         """Attempts until one succeeds: scores of `request`, or None after a description (`request`
         None)."""
         failure = None
         for _ in range(self._max_attempts):
-            endpoint, wait = self._choose(time.monotonic())
+            endpoint, wait = self._choose_endpoint(time.monotonic())
             if time.monotonic() + wait >= deadline:
                 raise self._given_up(endpoint.failure)
             await asyncio.sleep(wait)
             limit = min(self._attempt_s, deadline - time.monotonic())
             try:
                 async with asyncio.timeout(limit):
-                    return await self._ask(endpoint, request)
+                    return await self._ask_endpoint(endpoint, request)
             except (TimeoutError, httpx.TransportError) as error:
                 failure = _Retry(endpoint, repr(error))
             except _Retry as error:
                 failure = error
-            self._pause(endpoint, failure)
+            self._back_off(endpoint, failure)
         raise self._given_up(failure) from failure
 
-    def _pause(self, endpoint: _Endpoint, failure: _Retry) -> None:
+    def _back_off(self, endpoint: _Endpoint, failure: _Retry) -> None:
         """Leave an endpoint alone after a failure."""
         endpoint.failure = failure
         endpoint.failures += failure.status != 429
@@ -305,7 +305,7 @@ class RemoteScorer:
         cause = failure or "no attempt was possible"
         return kind(f"no scores within {self._deadline_s:g} s; last failure: {cause}")
 
-    def _choose(self, now: float) -> tuple[_Endpoint, float]:
+    def _choose_endpoint(self, now: float) -> tuple[_Endpoint, float]:
         """Return the endpoint that may be called soonest (in turn among equals), and the seconds
         until then."""
         self._turn += 1
@@ -314,26 +314,26 @@ class RemoteScorer:
         waits = [max(endpoint.not_before - now, 0.0) for endpoint in order]
         return order[waits.index(min(waits))], min(waits)
 
-    async def _ask(
+    async def _ask_endpoint(
         self, endpoint: _Endpoint, request: tuple[bytes, str, int] | None
     ) -> Tensor | None:
         if endpoint.limits is None:
-            description = self._parse(
-                frames.decode_description, await self._exchange(endpoint, "GET", "/identity")
+            description = self._parse_answer(
+                frames.decode_description, await self._send_http(endpoint, "GET", "/identity")
             )
-            self._pin(endpoint, description.identity)
+            self._pin_identity(endpoint, description.identity)
             endpoint.limits, endpoint.images = description.limits, description.images
         if request is None:
             return None
         body, request_id, samples = request
-        raw = await self._exchange(endpoint, "POST", "/score", body)
-        scores, identity = self._parse(
+        raw = await self._send_http(endpoint, "POST", "/score", body)
+        scores, identity = self._parse_answer(
             lambda document: frames.decode_response(document, request_id, samples), raw
         )
-        self._pin(endpoint, identity)
+        self._pin_identity(endpoint, identity)
         return scores
 
-    async def _exchange(
+    async def _send_http(
         self, endpoint: _Endpoint, method: str, path: str, body: bytes | None = None
     ) -> bytes:
         """Body of a 200 answer, at most `max_response_bytes`. Raises _Retry,
@@ -344,12 +344,12 @@ class RemoteScorer:
             headers["Authorization"] = f"Bearer {self._token}"
         async with self._http.stream(method, url, content=body, headers=headers) as response:
             if response.status_code in _RETRIED:
-                cause = f"HTTP {response.status_code}{await self._cause(response)}"
-                after_s = _seconds(response.headers.get("Retry-After"))
+                cause = f"HTTP {response.status_code}{await self._refusal_cause(response)}"
+                after_s = _retry_seconds(response.headers.get("Retry-After"))
                 raise _Retry(endpoint, cause, response.status_code, after_s)
             endpoint.failures = 0
             if response.status_code != 200:
-                raise RewardError(_refusal(method, url, response))
+                raise RewardError(_refusal_text(method, url, response))
             raw = bytearray()
             if response.headers.get("Content-Encoding", "identity") != "identity":
                 raise RewardUnavailable(f"{url}: the answer is compressed, which was not asked for")
@@ -359,7 +359,7 @@ class RemoteScorer:
                     raise RewardUnavailable(f"{url}: the answer exceeds {_MAX_ANSWER_BYTES} bytes")
         return bytes(raw)
 
-    async def _cause(self, response: httpx.Response) -> str:
+    async def _refusal_cause(self, response: httpx.Response) -> str:
         """Return what a service says about its refusal, as ": ...", without the token; "" where it
         says nothing."""
         async for raw in response.aiter_raw(1024):
@@ -369,13 +369,13 @@ class RemoteScorer:
             break
         return ""
 
-    def _parse(self, decode: Any, raw: bytes) -> Any:
+    def _parse_answer(self, decode: Any, raw: bytes) -> Any:
         try:
             return decode(raw)
         except frames.FrameError as error:
             raise RewardUnavailable(f"malformed answer: {error}") from error
 
-    def _pin(self, endpoint: _Endpoint, identity: Identity) -> None:
+    def _pin_identity(self, endpoint: _Endpoint, identity: Identity) -> None:
         with self._lock:
             if self._pinned is None:
                 self._pinned = identity
@@ -386,7 +386,7 @@ class RemoteScorer:
             )
 
 
-def _seconds(retry_after: str | None) -> float | None:
+def _retry_seconds(retry_after: str | None) -> float | None:
     """Return the seconds of a Retry-After header; None where it says none (a date counts so)."""
     try:
         seconds = float(retry_after or "nan")
@@ -395,7 +395,7 @@ def _seconds(retry_after: str | None) -> float | None:
     return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
-def _refusal(method: str, url: str, response: httpx.Response) -> str:
+def _refusal_text(method: str, url: str, response: httpx.Response) -> str:
     remedy = {
         401: "set the token's environment variable to the service's token",
         403: "set the token's environment variable to the service's token",

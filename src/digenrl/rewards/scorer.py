@@ -49,7 +49,7 @@ class AsyncScorer:
         self._thread: threading.Thread | None = None
         self._device = accelerator.current_device()
         if suite.placement != "inline":
-            self._thread = threading.Thread(target=self._work, name="scorer", daemon=True)
+            self._thread = threading.Thread(target=self._score_tasks, name="scorer", daemon=True)
             self._thread.start()
 
     def submit(
@@ -78,7 +78,7 @@ class AsyncScorer:
         copy = media.detach().to("cpu", torch.float32, copy=True)
         task = _Task(copy, tuple(prompts), heldout)
         if self._thread is None:
-            self._score(task)
+            self._score_task(task)
             return task.future
         self._queue.put(task)
         return task.future
@@ -89,12 +89,12 @@ class AsyncScorer:
         self._closed = True
         self.suite.stop_waiting()
         if self._thread is not None and self._thread.is_alive():
-            self._drain()
+            self._cancel_waiting()
             self._queue.put(None)
             self._thread.join(timeout_s)
         self.suite.close()
 
-    def _drain(self) -> None:
+    def _cancel_waiting(self) -> None:
         while True:
             try:
                 task = self._queue.get_nowait()
@@ -103,16 +103,16 @@ class AsyncScorer:
             if task is not None:
                 task.future.cancel()
 
-    def _work(self) -> None:
+    def _score_tasks(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.set_device_index(self._device)  # a new thread begins on device 0
             # A stream of its own: on the default one, scoring would queue behind the generation
             # that it is to overlap.
             torch.accelerator.set_stream(torch.Stream(self._device))
         while (task := self._queue.get()) is not None:
-            self._score(task)
+            self._score_task(task)
 
-    def _score(self, task: _Task) -> None:
+    def _score_task(self, task: _Task) -> None:
         if not task.future.set_running_or_notify_cancel():
             return
         try:

@@ -48,7 +48,7 @@ from digenrl.rewards.protocol import (
     Scorer,
     check_media,
     check_scores,
-    contained,
+    contain_exits,
     identity_of,
 )
 
@@ -124,14 +124,14 @@ class Guard:
     def __init__(self, token: str | None) -> None:
         self._token = token
 
-    def _guarded(
+    def _guard_handler(
         self, handler: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         """Return `handler` with a check of the token and with every refusal as JSON."""
 
-        async def guarded(request: Request) -> Response:
+        async def guarded_handler(request: Request) -> Response:
             try:
-                self._authorise(request)
+                self._check_token(request)
                 return await handler(request)
             except Refused as refused:
                 headers = dict(refused.headers or {})
@@ -145,9 +145,9 @@ class Guard:
                 log.exception("a request failed")
                 return JSONResponse({"error": f"the scorer failed: {type(error).__name__}"}, 500)
 
-        return guarded
+        return guarded_handler
 
-    def _authorise(self, request: Request) -> None:
+    def _check_token(self, request: Request) -> None:
         if self._token is None:
             return
         given = request.headers.get("authorization", "")
@@ -173,38 +173,38 @@ class RewardService(Guard):
         self._pending, self._reading = 0, 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="reward-service")
 
-    def app(self, hosts: Collection[str] | None = None) -> Gate:
+    def make_app(self, hosts: Collection[str] | None = None) -> Gate:
         """Return the ASGI application.
 
         Args:
             hosts: see `Gate`.
         """
         routes = [
-            Route("/health", self._health),
-            Route("/identity", self._guarded(self._describe)),
-            Route("/score", self._guarded(self._score), methods=["POST"]),
+            Route("/health", self._answer_health),
+            Route("/identity", self._guard_handler(self._answer_identity)),
+            Route("/score", self._guard_handler(self._answer_score), methods=["POST"]),
         ]
         return Gate(Starlette(routes=routes), hosts)
 
-    def server(self, hosts: Collection[str] | None = None) -> Server:
+    def make_server(self, hosts: Collection[str] | None = None) -> Server:
         """Return a server of the application. `hosts`: see `Gate`."""
-        return server_of(self.app(hosts), self.limits)
+        return server_of(self.make_app(hosts), self.limits)
 
-    async def _health(self, request: Request) -> Response:
+    async def _answer_health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def _describe(self, request: Request) -> Response:
+    async def _answer_identity(self, request: Request) -> Response:
         limits = {name: getattr(self.limits, name) for name in frames.WireLimits.model_fields}
         images = bool(getattr(self.scorer, "reads_images", False))
         return JSONResponse(
             {"protocol": 1, "identity": vars(self.identity), "limits": limits, "images": images}
         )
 
-    async def _score(self, request: Request) -> Response:
+    async def _answer_score(self, request: Request) -> Response:
         self._require_place()
         try:
             async with asyncio.timeout(self.limits.body_s):
-                asked, payload = await self._read(request)
+                asked, payload = await self._read_request(request)
         except TimeoutError as error:
             raise Refused(
                 408, f"the body was not complete after {self.limits.body_s:g} s"
@@ -214,7 +214,7 @@ class RewardService(Guard):
         running: asyncio.Future[Tensor] | None = None
         try:
             running = asyncio.get_running_loop().run_in_executor(
-                self._worker, self._call, asked, payload
+                self._worker, self._call_scorer, asked, payload
             )
             done, _ = await asyncio.wait({running}, timeout=self.limits.score_s)
             if not done:
@@ -225,9 +225,9 @@ class RewardService(Guard):
             )
         finally:
             if running is None or running.done():
-                self._release()
+                self._release_place()
             else:
-                running.add_done_callback(self._release)
+                running.add_done_callback(self._release_place)
 
     def _require_place(self) -> None:
         """Raise Refused while all places are taken."""
@@ -235,10 +235,10 @@ class RewardService(Guard):
             headers = {"Retry-After": f"{self.limits.retry_after_s:g}"}
             raise Refused(429, f"{self._pending} requests are under way; come back later", headers)
 
-    def _release(self, _: object = None) -> None:
+    def _release_place(self, _: object = None) -> None:
         self._pending -= 1
 
-    async def _read(self, request: Request) -> tuple[frames.ScoreRequest, bytearray]:
+    async def _read_request(self, request: Request) -> tuple[frames.ScoreRequest, bytearray]:
         """Return the request and its payload. Raises Refused as soon as a limit is passed."""
         limit = self.limits.max_body_bytes
         declared = request.headers.get("content-length")
@@ -246,11 +246,11 @@ class RewardService(Guard):
             raise Refused(413, f"the body exceeds {limit} bytes")
         raw, expected = bytearray(), limit
         try:
-            return await self._frame(request, raw, expected)
+            return await self._read_frame(request, raw, expected)
         finally:
             self._reading -= len(raw)
 
-    async def _frame(
+    async def _read_frame(
         self, request: Request, raw: bytearray, expected: int
     ) -> tuple[frames.ScoreRequest, bytearray]:
         """Read the frame of a request into `raw`. See `_read`."""
@@ -264,14 +264,14 @@ class RewardService(Guard):
             raw += chunk
             self._reading += len(chunk)
             if expected == limit and len(raw) >= frames.HEADER.size:
-                expected = frames.HEADER.size + sum(self._lengths(raw))
+                expected = frames.HEADER.size + sum(self._parse_lengths(raw))
                 if expected > limit or len(raw) > expected:
                     raise Refused(
                         413, f"the frame declares {expected} bytes; at most {limit} are read"
                     )
         if len(raw) < frames.HEADER.size or len(raw) != expected:
             raise Refused(400, f"the body ends after {len(raw)} bytes, its frame is longer")
-        json_bytes, payload_bytes = self._lengths(raw)
+        json_bytes, payload_bytes = self._parse_lengths(raw)
         head = frames.HEADER.size + json_bytes
         try:
             asked = frames.decode_request(bytes(raw[frames.HEADER.size : head]), payload_bytes)
@@ -290,13 +290,13 @@ class RewardService(Guard):
         return asked, raw
 
     @staticmethod
-    def _lengths(raw: bytearray) -> tuple[int, int]:
+    def _parse_lengths(raw: bytearray) -> tuple[int, int]:
         try:
             return frames.parse_header(bytes(raw[: frames.HEADER.size]))
         except frames.FrameError as error:
             raise Refused(422, str(error)) from error
 
-    def _call(self, asked: frames.ScoreRequest, payload: bytearray) -> Tensor:
+    def _call_scorer(self, asked: frames.ScoreRequest, payload: bytearray) -> Tensor:
         try:
             media = frames.decode_media(asked.media, payload)
             prompts = frames.decode_prompts(asked, payload, self.limits.max_pixels)
@@ -304,7 +304,7 @@ class RewardService(Guard):
         except ValueError as error:  # of which WireError is one
             raise Refused(422, str(error)) from error
         try:
-            with torch.no_grad(), contained(self.identity.model_id):
+            with torch.no_grad(), contain_exits(self.identity.model_id):
                 return check_scores(
                     self.identity.model_id, self.scorer(media, prompts), len(prompts)
                 )
@@ -332,7 +332,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or hand it on."""
-        refused = self._refusal(scope) if scope["type"] == "http" else None
+        refused = self._find_refusal(scope) if scope["type"] == "http" else None
         if refused is None:
             await self._app(scope, receive, send)
             return
@@ -340,7 +340,7 @@ class Gate:
         answer = JSONResponse({"error": message}, status, {"Connection": "close"})
         await answer(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+    def _find_refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Return status and message for a request that is refused."""
         headers: Sequence[tuple[bytes, bytes]] = scope.get("headers", ())
         names = [name.lower() for name, _ in headers]
@@ -391,18 +391,18 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin the end: requests under way get `GRACE_S`."""
-        self._leave()  # when it has ended, uvicorn raises the signal again
-        timer = threading.Timer(END_S, self._end, [sig])
+        self._call_on_end()  # when it has ended, uvicorn raises the signal again
+        timer = threading.Timer(END_S, self._exit_now, [sig])
         timer.daemon = True
         timer.start()
         super().handle_exit(sig, frame)
 
-    def _leave(self) -> None:
+    def _call_on_end(self) -> None:
         if self.on_end is not None:
             with suppress(Exception):
                 self.on_end()
 
-    def _end(self, sig: int) -> None:
+    def _exit_now(self, sig: int) -> None:
         os._exit(128 + sig)
 
 
@@ -487,7 +487,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def serve(
+def serve_rewards(
     service: RewardService,
     host: str,
     port: int,
@@ -516,17 +516,17 @@ def serve(
         )
     names = {host, socket.gethostname(), *hosts}
     if not is_loopback(host):
-        names |= {address for name in names for address in _addresses(name)}
+        names |= {address for name in names for address in _host_addresses(name)}
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listener:
         bound = listener.getsockname()[1]
         announce(f"http://{f'[{host}]' if ':' in host else host}:{bound}")
-        server = service.server({name.lower() for name in names})
+        server = service.make_server({name.lower() for name in names})
         server.on_end = on_end
         server.run(sockets=[listener])
 
 
-def _addresses(name: str) -> set[str]:
+def _host_addresses(name: str) -> set[str]:
     """Return the addresses of a host's name; none of a name that nobody knows."""
     try:
         return {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
@@ -534,6 +534,6 @@ def _addresses(name: str) -> set[str]:
         return set()
 
 
-def describe(service: RewardService) -> str:
+def describe_service(service: RewardService) -> str:
     """Return a line of JSON for the start of a log: identity and limits, never the token."""
     return json.dumps({"identity": vars(service.identity), "limits": vars(service.limits)})

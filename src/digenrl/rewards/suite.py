@@ -30,7 +30,7 @@ from digenrl.rewards.protocol import (
     Scorer,
     check_media,
     check_scores,
-    contained,
+    contain_exits,
     identity_of,
 )
 from digenrl.types import Prompt
@@ -159,7 +159,7 @@ class RewardSuite:
                 scorer.join_run(self.run_dir, self.tick)  # type: ignore[attr-defined]
         return scorers
 
-    def load(self) -> None:
+    def build_scorers(self) -> None:
         """Build the scorers now."""
         self._scorers  # noqa: B018
 
@@ -189,11 +189,11 @@ class RewardSuite:
         return {name: self._score_one(name, media, prompts) for name in wanted}
 
     def _score_one(self, name: str, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        scores, cause = self._ask(name, media, prompts)
+        scores, cause = self._ask_scorer(name, media, prompts)
         lost = scores.isnan()
         if lost.any() and not _asks_people(self._scorers[name]):
             asked = [prompt for prompt, gone in zip(prompts, lost.tolist(), strict=True) if gone]
-            scores[lost], cause = self._ask(name, media[lost.to(media.device)], asked)
+            scores[lost], cause = self._ask_scorer(name, media[lost.to(media.device)], asked)
         missing = int(scores.isnan().sum())
         with self._lock:
             count = self._failures[name]
@@ -205,10 +205,10 @@ class RewardSuite:
             self.on_missing(name, missing, cause)
         return scores
 
-    def _ask(self, name: str, media: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, str]:
+    def _ask_scorer(self, name: str, media: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, str]:
         """Return (scores [B], cause of missing ones)."""
         try:
-            with self.stage(f"score {name}"), torch.no_grad(), contained(name):
+            with self.stage(f"score {name}"), torch.no_grad(), contain_exits(name):
                 # A scorer may write into what it is given: the next one, and the caller, keep what
                 # was generated.
                 scores = check_scores(
@@ -227,18 +227,18 @@ class RewardSuite:
                 f"Reward `{name}` raised {said} ({frame.filename}, line {frame.lineno})"
             ) from error
 
-    def scorer(self, name: str) -> Scorer:
+    def find_scorer(self, name: str) -> Scorer:
         """Return the scorer of a reward, optimised or held-out. Raise KeyError with the known
         names."""
         if name not in self._scorers:
             raise KeyError(f"Unknown reward `{name}`; known: {', '.join(self._scorers)}.")
         return self._scorers[name]
 
-    def identities(self) -> dict[str, Identity]:
+    def scorer_identities(self) -> dict[str, Identity]:
         """Return name -> identity of its scorer, for the run's manifest."""
         return {name: identity_of(scorer) for name, scorer in self._scorers.items()}
 
-    def failures(self) -> dict[str, FailureCount]:
+    def failure_counts(self) -> dict[str, FailureCount]:
         """Return name -> a copy of the counts so far."""
         with self._lock:
             return {
@@ -249,7 +249,7 @@ class RewardSuite:
     def check_missing(self) -> None:
         """Raise RewardError with reward, share and commonest cause if too many samples are
         missing."""
-        for name, count in self.failures().items():
+        for name, count in self.failure_counts().items():
             if (
                 count.scored + count.missing >= self.min_missing_samples
                 and count.share > self.max_missing_share
@@ -282,7 +282,7 @@ class RewardSuite:
                 close()
 
 
-def combine(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+def combine_scores(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
     """Return the weighted sum [B] of the optimised rewards, NaN where one of them is missing. For
     logs and tables.
 

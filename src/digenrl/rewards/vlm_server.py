@@ -53,14 +53,14 @@ class Chat:
         self.model = model.to(self.device).eval()
 
     @torch.no_grad()
-    def answer(self, body: Mapping[str, Any]) -> str:
+    def generate_answer(self, body: Mapping[str, Any]) -> str:
         """Return the answer's text. Raises LookupError, TypeError or ValueError for another
         form."""
         turns, pictures = [], list[Image]()
         for message in body["messages"]:
             content = message["content"]
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            shown = [_picture(part) for part in parts if part["type"] == "image_url"]
+            shown = [_decode_picture(part) for part in parts if part["type"] == "image_url"]
             pictures += shown
             kept = [
                 {"type": "image"}
@@ -73,9 +73,9 @@ class Chat:
         inputs = self.processor(text=[chat], images=pictures or None, return_tensors="pt")
         inputs = inputs.to(self.device)
         began = inputs["input_ids"].size(1)
-        answers = self._answers(body.get("response_format"))
+        answers = self._allowed_answers(body.get("response_format"))
 
-        def allowed(_: int, ids: torch.Tensor) -> list[int]:
+        def allowed_tokens(_: int, ids: torch.Tensor) -> list[int]:
             said = ids[began:].tolist()
             going = [a for a in answers if a[: len(said)] == said and len(a) > len(said)]
             return sorted({a[len(said)] for a in going}) or [self._end]
@@ -84,7 +84,7 @@ class Chat:
             **inputs,
             do_sample=False,
             max_new_tokens=min(int(body.get("max_tokens") or _MOST_TOKENS), _MOST_TOKENS),
-            **({"prefix_allowed_tokens_fn": allowed} if answers else {}),
+            **({"prefix_allowed_tokens_fn": allowed_tokens} if answers else {}),
         )
         text: str = self.processor.tokenizer.decode(made[0, began:], skip_special_tokens=True)
         return text
@@ -93,7 +93,7 @@ class Chat:
     def _end(self) -> int:
         return int(self.processor.tokenizer.eos_token_id)
 
-    def _answers(self, form: Mapping[str, Any] | None) -> list[list[int]]:
+    def _allowed_answers(self, form: Mapping[str, Any] | None) -> list[list[int]]:
         """Return the tokens of every answer that `form` allows; [] = any answer."""
         if form is None or form["type"] == "text":
             return []
@@ -106,7 +106,7 @@ class Chat:
         return [[*each, self._end] for each in ids]
 
 
-def _picture(part: Mapping[str, Any]) -> Image:
+def _decode_picture(part: Mapping[str, Any]) -> Image:
     kind, _, data = part["image_url"]["url"].partition(";base64,")
     if not kind.startswith("data:image/"):
         raise ValueError("pictures are sent as data URIs; nothing is fetched")
@@ -114,49 +114,49 @@ def _picture(part: Mapping[str, Any]) -> Image:
     return read_picture(content, FORMATS, _MOST_PIXELS).convert("RGB")
 
 
-def app(chat: Chat, token: str | None, hosts: Sequence[str] | None = None) -> Gate:
+def make_app(chat: Chat, token: str | None, hosts: Sequence[str] | None = None) -> Gate:
     """Return the ASGI application. `hosts`: see `Gate`."""
     worker = ThreadPoolExecutor(1, thread_name_prefix="vlm")
 
-    async def health(request: Request) -> Response:
+    async def answer_health(request: Request) -> Response:
         return Response()
 
-    async def complete(request: Request) -> Response:
+    async def complete_chat(request: Request) -> Response:
         given = request.headers.get("authorization", "")
         if token is not None and not hmac.compare_digest(
             given.encode(), f"Bearer {token}".encode()
         ):
-            return _refusal(401, "a bearer token is needed")
+            return _refusal_response(401, "a bearer token is needed")
         raw = bytearray()
         try:
             async with asyncio.timeout(_BODY_S):
                 async for chunk in request.stream():
                     raw += chunk
                     if len(raw) > _MOST_BYTES:
-                        return _refusal(413, f"the body exceeds {_MOST_BYTES} bytes")
+                        return _refusal_response(413, f"the body exceeds {_MOST_BYTES} bytes")
         except TimeoutError:
-            return _refusal(408, f"the body was not complete after {_BODY_S:g} s")
+            return _refusal_response(408, f"the body was not complete after {_BODY_S:g} s")
         except ClientDisconnect:
             return Response(status_code=400)
         try:
             body = json.loads(raw)
             if body["model"] != chat.name:
-                return _refusal(404, f"{chat.name} is served here")
-            text = await asyncio.get_running_loop().run_in_executor(worker, chat.answer, body)
+                return _refusal_response(404, f"{chat.name} is served here")
+            text = await asyncio.get_running_loop().run_in_executor(worker, chat.generate_answer, body)
         except (LookupError, TypeError, ValueError, OSError) as error:
-            return _refusal(400, f"{type(error).__name__}: {error}")
+            return _refusal_response(400, f"{type(error).__name__}: {error}")
         message = {"role": "assistant", "content": text}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         return JSONResponse({"object": "chat.completion", "model": chat.name, "choices": [choice]})
 
     routes = [
-        Route("/health", health),
-        Route("/v1/chat/completions", complete, methods=["POST"]),
+        Route("/health", answer_health),
+        Route("/v1/chat/completions", complete_chat, methods=["POST"]),
     ]
     return Gate(Starlette(routes=routes), hosts)
 
 
-def _refusal(status: int, message: str) -> Response:
+def _refusal_response(status: int, message: str) -> Response:
     return JSONResponse({"error": {"message": message}}, status)
 
 
@@ -171,7 +171,7 @@ def main(words: Sequence[str]) -> None:
     token = os.environ.get("VLLM_API_KEY")
     if not token:
         parser.error("set VLLM_API_KEY: other users of this machine reach loopback too")
-    served = app(Chat(given.path, given.served_model_name), token, ())
+    served = make_app(Chat(given.path, given.served_model_name), token, ())
     limits = ServiceLimits(max_connections=1 << 10)  # every rank asks at once
     with socket.create_server((given.host, given.port)) as listener:
         server_of(served, limits).run(sockets=[listener])

@@ -18,7 +18,7 @@ from digenrl import keys
 from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.steps import StepPlan, StepSelection
-from digenrl.models.policy import Policy, wide
+from digenrl.models.policy import Policy, wide_dtype
 from digenrl.rewards.protocol import RewardError, laplacian, luma
 from digenrl.rewards.scorer import AsyncScorer
 from digenrl.rewards.suite import RewardSuite
@@ -97,7 +97,7 @@ def ode_samples(
         before_step=before_step,
         solver=sampling.eval_solver,
     )
-    with policy.guided(sampling.eval_guidance_scale):
+    with policy.guided_by(sampling.eval_guidance_scale):
         # Nothing is stored: fp32 between the steps, as a plain pipeline would have it.
         # To the host batch by batch: the device holds the media of one batch.
         return torch.cat(
@@ -124,7 +124,7 @@ def fixed_batches(
         def draw_noise(step: int, batch: Sequence[tuple[Prompt, int]] = batch) -> Tensor:
             shape = policy.latent_shape
             noise = [keys.noise(seed, 0, p.uid, [row], step, shape, stream) for p, row in batch]
-            return torch.cat(noise).to(policy.device, wide(sampling.storage_dtype))
+            return torch.cat(noise).to(policy.device, wide_dtype(sampling.storage_dtype))
 
         yield policy.codec.encode([prompt for prompt, _ in batch]), draw_noise
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from digenrl.diffusion import denoise
-from digenrl.rewards.suite import combine
+from digenrl.rewards.suite import combine_scores
 from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import Task
 from digenrl.types import Prompt
@@ -61,7 +61,7 @@ class ScoutingEngine(RolloutEngine):
                 denoise.ode_sample(self.policy, condition, start.latents, grid)
             )
             found = self._scorer.submit(media, [prompt] * task.samples)
-            tried.append(combine(found.result(), self._rewards.weights))
+            tried.append(combine_scores(found.result(), self._rewards.weights))
         scores = torch.cat(tried)  # [candidates * b]
         order = (
             scores.nan_to_num(float(scores.nanmedian().nan_to_num())).argsort(stable=True).tolist()

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
-from digenrl.record.run_dir import own_folder, replaced
+from digenrl.record.run_dir import own_folder, atomic_replace
 from digenrl.record.small_file import json_of, read_text
 from digenrl.strategy.checkpoint_storage import (
     POLICY,
@@ -342,7 +342,7 @@ def tie_again(checkpoint: Path, tie: Mapping[str, str]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    with replaced(checkpoint / RESUMED) as temporary:
+    with atomic_replace(checkpoint / RESUMED) as temporary:
         temporary.write_text(_manifest_text({"tie": dict(tie)}))
 
 

@@ -95,7 +95,7 @@ class Context:
         """Inside, the ranks of a group compute forwards together, and repeat parts of them in the
         backward pass."""
         context, plan = self._config.context_parallel_config, self._policy.context_plan
-        for network in self._policy.networks():
+        for network in self._policy.all_networks():
             apply_context_parallel(network, context, plan)
         for processor in self._processors:
             processor._parallel_config = self._config
@@ -104,5 +104,5 @@ class Context:
         finally:
             for processor in self._processors:
                 processor._parallel_config = None
-            for network in self._policy.networks():
+            for network in self._policy.all_networks():
                 remove_context_parallel(network, plan)

@@ -231,7 +231,7 @@ class DisaggregatedStrategy(DDPStrategy):
         with spans.stage("wait startup"):
             self.state.first_step = int(control.wait_for("first_step", "the trainers to start"))
         if self.world.joined:
-            control.join(self.world.rank)
+            control.add_joined_rank(self.world.rank)
         leave = self.session.leave
         evaluation_worker = EvaluationWorker(self.rank_setup.evaluated, self.runtime, runner)
         RolloutWorker(self.runtime, runner, evaluation_worker).run_until_done()
@@ -261,7 +261,7 @@ class DisaggregatedStrategy(DDPStrategy):
                 exception.args = (out_of_memory(self.world.rank, doing, exception),)
             if gradients.is_of_a_peer(exception):
                 self.control.await_abort(self.session.limits.verdict_s)
-            self.control.report(self.world.is_trainer, exception, self.session.watched)
+            self.control.report_error(self.world.is_trainer, exception, self.session.watched)
 
     def teardown(self) -> None:
         if hasattr(self, "link"):
@@ -324,10 +324,10 @@ class DisaggregatedStrategy(DDPStrategy):
         heartbeat said; null on processors. `graphs` is how many torch.compile has made on all ranks
         so far; absent without any.
         """
-        ranks = [*range(self.world.size), *self.control.joined()]
+        ranks = [*range(self.world.size), *self.control.joined_ranks()]
         said = self.control.get_all([vitals.facts_key(rank) for rank in ranks])
         told = {rank: json.loads(text) for rank, text in zip(ranks, said, strict=True) if text}
-        told[self.world.rank] = vitals.facts(self.session.progress)
+        told[self.world.rank] = vitals.process_facts(self.session.progress)
         gib = {str(r): each["peak_gib"] for r, each in sorted(told.items()) if each["peak_gib"]}
         graphs = sum(each["graphs"] for each in told.values())
         return (

@@ -27,7 +27,7 @@ from digenrl.strategy.setup import RankRuntime
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stop_vote import StopVote
 from digenrl.strategy.tasks import TaskRunner
-from digenrl.transport.weights import Version, exchanged
+from digenrl.transport.weights import Version, exchanged_values
 from digenrl.transport.wire import Message, MessageKind
 
 _OPEN = "evaluation"
@@ -108,8 +108,8 @@ class EvaluationWorker:
         assert self._drawn is not None, "a piece was claimed"
 
         def before_step() -> None:
-            self._spans.progress.tick()
-            self._control.check()
+            self._spans.progress.mark_progress()
+            self._control.check_abort()
             receive()
             if self._leave.is_set():
                 raise _Leaving
@@ -125,7 +125,7 @@ class EvaluationWorker:
             yield
             return
         assert self._weights is not None, "a piece was claimed"
-        with exchanged(self._engine.policy.adapter.trained_parameters(), self._weights.tensors):
+        with exchanged_values(self._engine.policy.adapter.trained_parameters(), self._weights.tensors):
             yield
 
 
@@ -169,7 +169,7 @@ class Evaluations:
         self._version, self._arrived = version, {}
         # Before the publication: a rank that joins meanwhile may lack the weights, and is not
         # waited for.
-        there = self._control.survivors(self._world.rollout_ranks)
+        there = self._control.surviving_ranks(self._world.rollout_ranks)
         digest = self._publish(version)
         self._makers = there if digest else None
         if self._world.rank == 0:
@@ -214,7 +214,7 @@ class Evaluations:
         make the others is left."""
         assert self._drawn is not None
         while len(self._arrived) < len(self._drawn.pieces):
-            there = self._control.survivors(self._world.rollout_ranks)
+            there = self._control.surviving_ranks(self._world.rollout_ranks)
             # Pieces that have not arrived would come from nobody: the trainers make them.
             if not (there if self._makers is None else set(there).intersection(self._makers)):
                 return False

@@ -59,7 +59,7 @@ class Inbox:
             if step >= self._step and self._claims.accepts_result(version, part.claim):
                 self._scheduler.measured("generate", part.claim.rank, part.seconds)
                 # False for a second delivery: the same samples, which are not counted again.
-                if self._board_of(step).add(part):
+                if self._board_of(step).add_part(part):
                     self._ledger.count_issued(part)
                     self._claims.mark_received(version, part.claim.position)
         return True

@@ -105,7 +105,7 @@ class Lending:
                 # Everything that has arrived counts in the decision below.
                 while self._inbox.receive_message(0.0):
                     pass
-                self._spans.read()  # the search below asks what training took
+                self._spans.record_finished()  # the search below asks what training took
                 self._see_losses()
                 fragment = self._next_trainable_fragment(board, pending)
                 move = self._next_move(board, update, pending, fragment)
@@ -219,7 +219,7 @@ class Lending:
         if waiting > self._recalled:
             self._runner.report_other_ranks()
             receiver = self._scheduler.first_free(self._spans.now())
-            rollouts = self._control.survivors(self._world.rollout_ranks)
+            rollouts = self._control.surviving_ranks(self._world.rollout_ranks)
             if (
                 not rollouts
             ):  # a rank that joins later asks for the present version, and this is called again

@@ -30,8 +30,8 @@ from digenrl.strategy.shared import Learner
 from digenrl.strategy.shares import Shares
 from digenrl.strategy.tasks import TaskRunner
 from digenrl.transport.weights import (
-    attest,
-    exchanged,
+    compute_digest,
+    exchanged_values,
     host_copy,
     own_part,
     publish,
@@ -71,7 +71,7 @@ class PublishedCopy:
         own weights, bit by bit (I6)."""
         if updates_done == 0:
             return self._learner.rollout_weights()
-        return exchanged(self._adapter.trained_parameters(), self._tensors)
+        return exchanged_values(self._adapter.trained_parameters(), self._tensors)
 
 
 class Publisher:
@@ -144,7 +144,7 @@ class Publisher:
             elif self._replicas == 1:
                 take_part(source)
             else:
-                facts["digest"] = attest(source, like)
+                facts["digest"] = compute_digest(source, like)
                 agree(facts["digest"])
             if self._world.rank != 0:
                 state.previous = (
@@ -213,7 +213,7 @@ class Publisher:
         without weights.
         """
         if self._session.watched or version == 0:
-            return {rank: [] for rank in self._control.survivors(self._world.rollout_ranks)}
+            return {rank: [] for rank in self._control.surviving_ranks(self._world.rollout_ranks)}
         return relay_routes(self._control, self._world.rollout_ranks, self._session.host)
 
 
@@ -228,7 +228,7 @@ def relay_routes(control: Control, started: range, own_host: str) -> dict[int, l
         started: rollouts that the run began with.
     """
     routes, first = dict[int, list[int]](), dict[str, int]()
-    for rank in control.survivors(started):
+    for rank in control.surviving_ranks(started):
         host = control.wait_for(f"address/{rank}", f"address of rank {rank}").rpartition(":")[0]
         if rank in started and host != own_host and host in first:
             routes[first[host]].append(rank)

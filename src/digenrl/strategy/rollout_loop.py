@@ -54,7 +54,7 @@ class RolloutWorker:
             while self._control.get("done") is None:
                 if self._leave.is_set():
                     return self._hand_in()
-                self._control.check()
+                self._control.check_abort()
                 self._mail.receive_messages()
                 # Tasks of the version in use first. Only an empty queue, or an older version that
                 # came back, lets this rank adopt.

@@ -52,14 +52,14 @@ class RolloutMail:
             # Wait for the first message alone; the rest is what has arrived by then.
             timeout = 0.0
             if message.kind is MessageKind.WEIGHTS:
-                version = self._arrivals.add(message)
+                version = self._arrivals.add_message(message)
                 # Numbers below 0 are those of evaluations' weights.
                 if version is not None and version.number < 0:
                     self._hold_evaluated(version)
                 elif version is not None:
                     self.weights.append(version)
             elif message.kind is MessageKind.STATE:
-                self.suspended.append(Suspended.of(message, self._world.rank))
+                self.suspended.append(Suspended.from_message(message, self._world.rank))
 
     def has_older_version(self, version: int) -> bool:
         """Whether one older than `version` came back: a task of its queue lost its owner when
@@ -81,7 +81,7 @@ class RolloutMail:
         """End the wait in progress, if there is one, and record its cause."""
         if self._idle_since is not None:
             self._idle.close()
-            self._spans.add("wait", self._idle_since, self._spans.now(), cause=cause)
+            self._spans.add_span("wait", self._idle_since, self._spans.now(), cause=cause)
             self._idle_since = None
 
     def _ask_for_weights(self) -> None:

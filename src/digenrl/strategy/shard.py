@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from digenrl.models.adapter import cast_parameters
-from digenrl.models.lora import wide
+from digenrl.models.lora import wide_dtype
 from digenrl.models.policy import Policy
 
 _log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def shard_policy(policy: Policy, mesh: DeviceMesh) -> None:
     # Blocks before networks: a network then holds only what no block has taken.
     for unit in policy.wrap_units():
         fully_shard(unit, mesh=mesh, mp_policy=precision)
-    for network in policy.networks():
+    for network in policy.all_networks():
         fully_shard(network, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
 
 
@@ -77,7 +77,7 @@ def mixed_precision(policy: Policy) -> MixedPrecisionPolicy:
     that takes PyTorch 2.15, whose policies can tell parameters apart. Before it, and wherever
     nothing would be cast, everything keeps its own dtype.
     """
-    nothing_is_cast = policy.adapter.lora is not None or policy.dtype == wide(policy.dtype)
+    nothing_is_cast = policy.adapter.lora is not None or policy.dtype == wide_dtype(policy.dtype)
     if nothing_is_cast:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     if not _PER_PARAMETER:
@@ -91,7 +91,7 @@ def mixed_precision(policy: Policy) -> MixedPrecisionPolicy:
     cast = {id(parameter) for module in policy.modules() for parameter in cast_parameters(module)}
     return MixedPrecisionPolicy(
         param_dtype=policy.dtype,
-        reduce_dtype=wide(policy.dtype),
+        reduce_dtype=wide_dtype(policy.dtype),
         cast_forward_inputs=False,
         param_dtype_override_fn=lambda parameter: (
             None if id(parameter) in cast else parameter.dtype

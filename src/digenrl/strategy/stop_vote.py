@@ -66,7 +66,7 @@ class StopVote:
             Aborted: somebody has aborted the run.
             StepGivenUp: this trainer's next piece will not be begun.
         """
-        first, *values = self._control.check("given_up" if self._world.rank else "give_up", *keys)
+        first, *values = self._control.check_abort("given_up" if self._world.rank else "give_up", *keys)
         if self._world.rank == 0:
             if first is not None and self._droppable():
                 self._control.set("given_up", str(self._piece))

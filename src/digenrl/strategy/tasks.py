@@ -29,7 +29,7 @@ from digenrl.schedule.order import later_fragments
 from digenrl.schedule.ranks import Work
 from digenrl.schedule.scheduler import Scheduler
 from digenrl.strategy.shared import Fragment
-from digenrl.transport.cells import Placement, owned_positions, pack
+from digenrl.transport.cells import Placement, owned_positions, pack_cells
 from digenrl.transport.link import Link
 from digenrl.transport.suspended import Suspended, pack_state
 from digenrl.types import Prompt, Trajectory
@@ -195,7 +195,7 @@ class TaskRunner:
         if confirmed is None:
             return None
         self._held[task.step, task.index] = confirmed
-        return Generation(task, self._prompt_of(task), suspended.state(self._engine.policy.device))
+        return Generation(task, self._prompt_of(task), suspended.restore_state(self._engine.policy.device))
 
     def hand_over_task(self, suspended: Suspended) -> None:
         """Give a task that waits for this rank, which leaves, to its successor. Without one, and
@@ -261,12 +261,12 @@ class TaskRunner:
         task, spans, handed = made.generation.task, self._spans, self._spans.now()
         with spans.progress.stage("wait reward"):  # inline, the suite's own mark lies inside
             scored = self._engine.score(made.generation, made.media)
-        spans.read()  # scoring begins with a copy of the media, before which all was done
+        spans.record_finished()  # scoring begins with a copy of the media, before which all was done
         waited = spans.now()
         if self._engine.scores_inline:
-            spans.add("score", handed, waited, step=task.step, group=task.group)
+            spans.add_span("score", handed, waited, step=task.step, group=task.group)
         elif waited - handed > _NOTICED_S:
-            spans.add("wait", handed, waited, cause="reward", step=task.step)
+            spans.add_span("wait", handed, waited, cause="reward", step=task.step)
         return scored
 
     def send_results(self, made: Made, scored: Future[Trajectory]) -> None:
@@ -296,7 +296,7 @@ class TaskRunner:
             if receiver == NOBODY or (receiver is not None and self._give_task(task, receiver)):
                 return generation, receiver
             generation = self._engine.take_step(generation)
-            self._spans.progress.tick()
+            self._spans.progress.mark_progress()
         return generation, None
 
     def _give_task(self, task: Task, receiver: int) -> bool:
@@ -322,7 +322,7 @@ class TaskRunner:
             with self._spans.span("send", quiet=True, step=task.step, group=task.group):
                 for rank in range(self._world.trainers):
                     positions = owned_positions(self._spec, place_in_step, rank, task.group, part, lockstep)
-                    self._link.send(rank, pack(trajectory, positions, *under))
+                    self._link.send(rank, pack_cells(trajectory, positions, *under))
             if (trouble := self._engine.reward_trouble()) is not None:
                 # the step in progress is finished and saved before the run stops
                 self._control.request_stop(trouble)

@@ -57,12 +57,12 @@ class TrainerStep:
         self._ledger.open_step(self._lending.predicted_end(board.step))
         for update in range(self._spec.updates_per_batch):
             # a replica does not wait for what others train while something of its own is ready
-            pending = sorted(update_fragments(self._spec, update), key=lambda f: not board.concerns(f))
+            pending = sorted(update_fragments(self._spec, update), key=lambda f: not board.trains_fragment(f))
             while pending:
                 fragment = self._lending.wait_for_fragment(board, update, pending)
                 pending.remove(fragment)
                 self._ledger.begin_fragment(board, fragment)
-                for batch in board.batches(fragment, last=not pending):
+                for batch in board.micro_batches(fragment, last=not pending):
                     self._stop_vote.begin_micro_batch()
                     yield batch
                 self._ledger.end_fragment()
@@ -94,7 +94,7 @@ class TrainerStep:
         the one place that scales them (design, "Scaling of gradients"). Raises: see
         `StopVote.begin`."""
         self._shares.end_micro_batch()
-        self._spans.progress.tick()
+        self._spans.progress.mark_progress()
         # In the middle of an update: gradients add up, and nothing is reduced.
         if self._accumulating:
             return

@@ -99,7 +99,7 @@ class BroadcastLink(SocketLink):
         self._sends = self._rank == audience.ranks[0]
         if self._sends:
             self._turns.maxsize = self._depth
-        self._thread = threading.Thread(target=self._run, name="broadcast", daemon=True)
+        self._thread = threading.Thread(target=self._process_turns, name="broadcast", daemon=True)
         self._thread.start()
 
     def multicast(self, routes: Routes, message: Message) -> None:
@@ -109,14 +109,14 @@ class BroadcastLink(SocketLink):
             try:
                 return self._turns.put((routes, message), timeout=0.5)
             except queue.Full:
-                self._control.check()
+                self._control.check_abort()
 
     def drain(self, seconds: float = math.inf) -> None:
         deadline = time.monotonic() + seconds
         if self._sends:
             with suppress(queue.Full):
                 self._turns.put(None, timeout=0.5)
-            while self._thread.is_alive() and time.monotonic() < deadline and not self._aborted():
+            while self._thread.is_alive() and time.monotonic() < deadline and not self._run_aborted():
                 self._thread.join(timeout=0.05)
         super().drain(deadline - time.monotonic())
 
@@ -124,15 +124,15 @@ class BroadcastLink(SocketLink):
         super().close()
         with suppress(queue.Full):
             self._turns.put_nowait(None)
-        self._leave()
+        self._leave_group()
 
-    def _deliver(self, message: Message) -> None:
+    def _deliver_message(self, message: Message) -> None:
         if _SHARED not in message.meta:
-            return super()._deliver(message)
+            return super()._deliver_message(message)
         self._pass_on(message)
         return self._turns.put(({}, message))
 
-    def _run(self) -> None:
+    def _process_turns(self) -> None:
         try:
             if accelerator.is_own(self._audience.device):
                 torch.accelerator.set_device_index(self._audience.device)
@@ -140,9 +140,9 @@ class BroadcastLink(SocketLink):
             with self._own_stream():
                 while (turn := self._turns.get()) is not None:
                     if self._sends:
-                        self._give(*turn)
+                        self._send_message(*turn)
                     else:
-                        self._take(turn[1])
+                        self._receive_message(turn[1])
         except (Aborted, StoreLost):  # every rank sees this by itself
             return
         except (
@@ -155,27 +155,27 @@ class BroadcastLink(SocketLink):
 
     # ---- trainer 0
 
-    def _give(self, routes: Routes, message: Message) -> None:
-        peers = _peers(routes)
+    def _send_message(self, routes: Routes, message: Message) -> None:
+        peers = _reached_ranks(routes)
         members = peers.intersection(self._audience.ranks)
         self._kept.append((routes, message))
         again = self._kept
         try:
-            if members and self._together(message) and self._share(message):
+            if members and self._ensure_group(message) and self._broadcast_message(message):
                 self._kept[-1] = dict.fromkeys(members, ()), message
                 super().multicast(dict.fromkeys(peers - members, ()), message)
                 again = []
             else:
                 again = self._kept[-1:]
         except _Over as cause:
-            self._end(str(cause))
+            self._end_group(str(cause))
         lost = self._control.lost_ranks() if again else frozenset()
         for lacking, each in again:
-            left = dict.fromkeys(_peers(lacking) - lost, ()) if lost & _peers(lacking) else lacking
+            left = dict.fromkeys(_reached_ranks(lacking) - lost, ()) if lost & _reached_ranks(lacking) else lacking
             super().multicast(left, replace(each, meta={**each.meta, _SHARED: None}))
         self._kept = [] if "digest" in message.meta else self._kept
 
-    def _together(self, message: Message) -> bool:
+    def _ensure_group(self, message: Message) -> bool:
         """Return whether there is a group. It is formed before the first bytes, when all members
         are there.
 
@@ -183,89 +183,89 @@ class BroadcastLink(SocketLink):
         """
         if self._ended:
             return False
-        self._look()
+        self._check_members()
         if self._group is None and message.tensors:
             ranks = list(self._audience.ranks)
             if None not in self._control.get_all([f"address/{rank}" for rank in ranks]):
-                self._announce({_SHARED: _FORM})
-                self._form()
+                self._announce_broadcast({_SHARED: _FORM})
+                self._form_group()
                 by = dist.get_default_backend_for_device(self._audience.device)
                 self._audience.tell("publication", {"by": f"{by} broadcast", "ranks": ranks})
         return self._group is not None
 
-    def _share(self, message: Message) -> bool:
+    def _broadcast_message(self, message: Message) -> bool:
         """Broadcast a bucket, or the end of a version; return False for any other message. Raises
         _Over."""
         if not message.tensors:
-            self._announce({**message.meta, _SHARED: 0})
-            self._agree()
+            self._announce_broadcast({**message.meta, _SHARED: 0})
+            self._wait_for_members()
             return True
         if not is_bucket(message):
             return False
         data = message.tensors["data"]
-        self._announce({**message.meta, _SHARED: len(data)})
+        self._announce_broadcast({**message.meta, _SHARED: len(data)})
         with self._stage("send"):
             for piece in data.split(_PIECE_BYTES):
-                self._broadcast(
+                self._broadcast_piece(
                     piece
                     if self._stream is None
                     else piece.to(self._audience.device, non_blocking=True)
                 )
         return True
 
-    def _announce(self, meta: Mapping[str, Any]) -> None:
+    def _announce_broadcast(self, meta: Mapping[str, Any]) -> None:
         for rank in self._audience.ranks[1:]:
             super().send(rank, Message(MessageKind.WEIGHTS, meta))
 
-    def _end(self, cause: str) -> None:
+    def _end_group(self, cause: str) -> None:
         """End the group for the given cause, tell the user once, and send streams from now on."""
         deadline = time.monotonic() + self._limits.verdict_s
         # A collective fails before the launcher has noticed the death that caused it, so wait for
         # the better cause.
-        while not (lost := self._lost()) and time.monotonic() < deadline:
-            if self._closing.is_set() or self._finished():  # the rollouts have left
+        while not (lost := self._lost_members()) and time.monotonic() < deadline:
+            if self._closing.is_set() or self._run_finished():  # the rollouts have left
                 break
             time.sleep(0.05)
         cause = lost or cause
         self._control.compare_set(_ENDED, "", cause)
-        if not self._finished():
+        if not self._run_finished():
             said = (
                 f"weights are no longer broadcast, because {cause}: they travel as streams from "
                 "here on"
             )
             self._audience.tell("warning", {"message": f"network.publication: {said}"})
-        self._leave()
+        self._leave_group()
 
     # ---- rollouts
 
-    def _take(self, message: Message) -> None:
+    def _receive_message(self, message: Message) -> None:
         shared = message.meta[_SHARED]
         try:
             if shared is None:
-                self._pass(message)
+                self._deliver_missing(message)
             elif shared == _FORM:
-                self._form()
+                self._form_group()
             elif self._group is not None:
-                self._pass(self._taken(message) if "bucket" in message.meta else message)
+                self._deliver_missing(self._receive_bucket(message) if "bucket" in message.meta else message)
                 if "digest" in message.meta:
-                    self._agree()
+                    self._wait_for_members()
         except _Over as cause:  # trainer 0 will send this message again, as a stream
             self._control.compare_set(_ENDED, "", f"rank {self._rank}: {cause}")
-            self._leave()
+            self._leave_group()
 
-    def _taken(self, message: Message) -> Message:
+    def _receive_bucket(self, message: Message) -> Message:
         """Return the message with the bytes that the broadcast brings. Raises _Over."""
         staging, hasher = self._stream is not None, xxhash.xxh3_64()
         data = torch.empty(message.meta[_SHARED], dtype=torch.uint8, pin_memory=staging)
         for piece in data.split(_PIECE_BYTES):
             staged = torch.empty_like(piece, device=self._audience.device) if staging else piece
-            self._broadcast(staged)
+            self._broadcast_piece(staged)
             if staging:
                 piece.copy_(staged)
             hasher.update(tensor_bytes(piece))
         return replace(message, tensors={"data": data}, digest=hasher.hexdigest())
 
-    def _pass(self, message: Message) -> None:
+    def _deliver_missing(self, message: Message) -> None:
         """Deliver a message that this rank lacks."""
         place = int(message.meta["version"]), float(message.meta.get("bucket", math.inf))
         if place[0] != self._passed[0] or place[1] > self._passed[1]:
@@ -277,19 +277,19 @@ class BroadcastLink(SocketLink):
 
     # ---- the group
 
-    def _form(self) -> None:
+    def _form_group(self) -> None:
         """Form the group. Raises _Over when a member is lost or does not come in time."""
         made: Future[Any] = Future()
         threading.Thread(
-            target=self._make, args=(made,), name="broadcast-group", daemon=True
+            target=self._create_group, args=(made,), name="broadcast-group", daemon=True
         ).start()
-        self._watch(made.done, "join_s")
+        self._wait_until(made.done, "join_s")
         if (error := made.exception()) is not None:
-            raise _Over(_short(error))
+            raise _Over(_shorten_error(error))
         self._group = made.result()
-        self._agree("join_s")  # the backend connects now
+        self._wait_for_members("join_s")  # the backend connects now
 
-    def _make(self, made: Future[Any]) -> None:
+    def _create_group(self, made: Future[Any]) -> None:
         """Form the group in a thread that may be abandoned, because torch cannot be interrupted
         while it waits."""
         audience = self._audience
@@ -307,28 +307,28 @@ class BroadcastLink(SocketLink):
         except Exception as error:
             made.set_exception(error)
 
-    def _broadcast(self, data: Tensor) -> None:
+    def _broadcast_piece(self, data: Tensor) -> None:
         if data.numel():
-            self._complete(lambda group: group.broadcast(data, root=0), "silent_s")
+            self._complete_collective(lambda group: group.broadcast(data, root=0), "silent_s")
 
-    def _agree(self, limit: str = "silent_s") -> None:
+    def _wait_for_members(self, limit: str = "silent_s") -> None:
         """Wait until every member has made this call. Raises _Over."""
         one = torch.ones(1, device=self._audience.device)
-        self._complete(lambda group: group.allreduce(one), limit)
+        self._complete_collective(lambda group: group.allreduce(one), limit)
 
-    def _complete(self, begin: Callable[[Any], Any], limit: str) -> None:
+    def _complete_collective(self, begin: Callable[[Any], Any], limit: str) -> None:
         if (group := self._group) is None:  # `close` has ended it meanwhile
             raise _Over("this rank leaves")
         try:
             work = begin(group)
-            self._watch(work.is_completed, limit)
+            self._wait_until(work.is_completed, limit)
             work.wait()
         except (_Over, Aborted, StoreLost):
             raise
         except RuntimeError as error:
-            raise _Over(_short(error)) from error
+            raise _Over(_shorten_error(error)) from error
 
-    def _watch(self, done: Callable[[], bool], limit: str) -> None:
+    def _wait_until(self, done: Callable[[], bool], limit: str) -> None:
         """Wait until `done`, at most for the seconds of the named limit. Raises _Over on a timeout
         or a lost member."""
         seconds = getattr(self._limits, limit)
@@ -338,42 +338,42 @@ class BroadcastLink(SocketLink):
             now = time.monotonic()
             if now - looked > _LOOK_S:
                 looked = now
-                self._control.check()
-                self._look()
+                self._control.check_abort()
+                self._check_members()
             if now - began > seconds:
                 raise _Over(f"nothing has come through for {seconds:.0f} s (limits.{limit})")
             time.sleep(pause)
             pause = min(0.002, 2 * pause)
 
-    def _look(self) -> None:
+    def _check_members(self) -> None:
         if self._closing.is_set():
             raise _Over("this rank leaves")
-        if (cause := self._control.get(_ENDED)) or (cause := self._lost()):
+        if (cause := self._control.get(_ENDED)) or (cause := self._lost_members()):
             raise _Over(cause)
 
-    def _lost(self) -> str:
+    def _lost_members(self) -> str:
         """Return which members are gone, in words; "": none."""
         gone = sorted(self._control.lost_ranks().intersection(self._audience.ranks))
         return f"rank {', '.join(map(str, gone))} is gone" if gone else ""
 
-    def _leave(self) -> None:
+    def _leave_group(self) -> None:
         """Leave the group. A thread of its own waits for torch to end the operation in progress."""
         group, self._group, self._ended = self._group, None, True
         if group is not None:
-            threading.Thread(target=_drop, args=(group,), name="broadcast-end", daemon=True).start()
+            threading.Thread(target=_abort_group, args=(group,), name="broadcast-end", daemon=True).start()
 
 
-def _peers(routes: Routes) -> set[int]:
+def _reached_ranks(routes: Routes) -> set[int]:
     """Return every rank that a message reaches by `routes`."""
     return {rank for first, further in routes.items() for rank in (first, *further)}
 
 
-def _drop(group: Any) -> None:
+def _abort_group(group: Any) -> None:
     with suppress(RuntimeError):
         group.abort()
 
 
-def _short(error: BaseException) -> str:
+def _shorten_error(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
 
 

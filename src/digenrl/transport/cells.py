@@ -63,7 +63,7 @@ def owned_positions(
     return tuple(sorted(mine))
 
 
-def pack(trajectory: Trajectory, positions: Sequence[int], claim: Claim, seconds: float) -> Message:
+def pack_cells(trajectory: Trajectory, positions: Sequence[int], claim: Claim, seconds: float) -> Message:
     """Return the message with one trainer rank's part of a trajectory: all rewards, and the cells
     at `positions`.
 
@@ -125,7 +125,7 @@ class Part:
             raise WireError(f"a CELLS message lacks or garbles {error}.") from error
         self._tensors = message.tensors
 
-    def block(self, steps: Sequence[int]) -> CellBlock:
+    def cell_block(self, steps: Sequence[int]) -> CellBlock:
         """Return the cells at `steps` (positions among the trained steps), which must have been
         sent to this rank."""
         index = torch.tensor([self.positions.index(position) for position in steps])
@@ -197,7 +197,7 @@ class StepBoard:
         self._faults: dict[int, str | None] = {}
         """Complete group -> the reason why it teaches nothing, or None."""
 
-    def add(self, part: Part) -> bool:
+    def add_part(self, part: Part) -> bool:
         """Take in the part of a task, and return whether the part was new.
 
         A second delivery of a task is ignored, because a task that was issued again gives the same
@@ -224,7 +224,7 @@ class StepBoard:
             )
             table[group, rows] = values
         if all((group, i) in self._parts for i in range(self._spec.tasks_per_group)):
-            self._faults[group] = self._fault(group)
+            self._faults[group] = self._group_fault(group)
             for known in decided_groups(self._spec, self._faults):
                 if known not in self.completed:
                     self.completed.add(known)
@@ -232,7 +232,7 @@ class StepBoard:
                         self.left_out[known] = reason
         return True
 
-    def _fault(self, group: int) -> str | None:
+    def _group_fault(self, group: int) -> str | None:
         if any(not torch.isfinite(self.rewards[name][group]).all() for name in self._weights):
             return MISSING_REWARD
         teaches = self._teaches is None or self._teaches(self.rewards)[group]
@@ -243,16 +243,16 @@ class StepBoard:
         trained or not."""
         return self.completed.issuperset(self._spec.groups_of(fragment))
 
-    def concerns(self, fragment: tuple[int, ...]) -> bool:
+    def trains_fragment(self, fragment: tuple[int, ...]) -> bool:
         """Return whether this rank takes part in training the fragment."""
         return self._lockstep or any(self._place(fragment)[self._rank])
 
-    def useful(self, fragment: tuple[int, ...]) -> Tensor:
+    def useful_samples(self, fragment: tuple[int, ...]) -> Tensor:
         """Return which samples are trained: [portions of the complete fragment, samples of a
         portion] bool."""
         useful = torch.ones(self._spec.prompts, self._spec.group_size, dtype=torch.bool)
         if self._useful is not None:
-            useful &= self._useful(self._counted())
+            useful &= self._useful(self._counted_rewards())
         useful[list(self.left_out)] = False
         return self.of_fragment(useful, fragment)
 
@@ -262,7 +262,7 @@ class StepBoard:
         portions = table[self._spec.groups_of(fragment)].unflatten(1, (self._spec.slices, -1))
         return portions[:, fragment[0] // self._spec.prompts]
 
-    def batches(self, fragment: tuple[int, ...], last: bool = False) -> list[TrainBatch]:
+    def micro_batches(self, fragment: tuple[int, ...], last: bool = False) -> list[TrainBatch]:
         """Return this rank's micro-batches of a complete fragment.
 
         After the `last` fragment of an update sharded trainers reduce their gradients, so each of
@@ -271,7 +271,7 @@ class StepBoard:
         spec = self._spec
         keep: dict[tuple[int, int], Tensor] = {}
         for portion, group, useful in zip(
-            fragment, spec.groups_of(fragment), self.useful(fragment), strict=True
+            fragment, spec.groups_of(fragment), self.useful_samples(fragment), strict=True
         ):
             parts = zip(spec.parts_of(portion), useful.split(spec.task_size), strict=True)
             keep |= {(group, part): rows for part, rows in parts}
@@ -294,9 +294,9 @@ class StepBoard:
         batches = []
         for blocks, width in zip(placement[self._rank], widths, strict=True):
             tasks = [((block.group, block.part), block.steps) for block in blocks]
-            cells = [self._parts[task].block(steps).select_rows(keep[task]) for task, steps in tasks]
-            cells += [self._padding(fragment) for _ in range(width - len(cells))]
-            batches.append(self._batch(fragment, cells))
+            cells = [self._parts[task].cell_block(steps).select_rows(keep[task]) for task, steps in tasks]
+            cells += [self._padding_block(fragment) for _ in range(width - len(cells))]
+            batches.append(self._train_batch(fragment, cells))
         return batches
 
     def gradient_scale(self, update: int) -> float:
@@ -319,22 +319,22 @@ class StepBoard:
             if group in groups
         ]
 
-    def versions(self, fragment: tuple[int, ...]) -> set[int]:
+    def fragment_versions(self, fragment: tuple[int, ...]) -> set[int]:
         """Return the weight versions that generated the fragment."""
         groups = self._spec.groups_of(fragment)
         return {part.meta["version"] for (group, _), part in self._parts.items() if group in groups}
 
-    def _batch(self, fragment: tuple[int, ...], blocks: list[CellBlock]) -> TrainBatch:
+    def _train_batch(self, fragment: tuple[int, ...], blocks: list[CellBlock]) -> TrainBatch:
         return TrainBatch(
             blocks=tuple(blocks),
-            rewards=self._counted(),
+            rewards=self._counted_rewards(),
             reward_weights=self._weights,
             denominator=float(self._spec.cells_per_update),
             update=update_of(self._spec, fragment[0]),
             version=self.step,
         )
 
-    def _counted(self) -> dict[str, Tensor]:
+    def _counted_rewards(self) -> dict[str, Tensor]:
         """Return the rewards so far, NaN for groups that are surplus."""
         surplus = [group for group, reason in self.left_out.items() if reason == SURPLUS]
         return {
@@ -342,8 +342,8 @@ class StepBoard:
             for name, table in self.rewards.items()
         }
 
-    def _padding(self, fragment: tuple[int, ...]) -> CellBlock:
+    def _padding_block(self, fragment: tuple[int, ...]) -> CellBlock:
         """Return the smallest block that this rank holds of a fragment, at weight zero."""
         held = sorted(key for key in self._parts if self._spec.portion_of(*key) in fragment)
         part = next(self._parts[key] for key in held if self._parts[key].positions)
-        return replace(part.block(part.positions[:1]), weight=0.0)
+        return replace(part.cell_block(part.positions[:1]), weight=0.0)

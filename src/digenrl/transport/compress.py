@@ -27,7 +27,7 @@ from typing import Any
 import xxhash
 from torch import Tensor
 
-from digenrl.transport.difference import difference, restored
+from digenrl.transport.difference import encode_difference, apply_difference
 from digenrl.transport.link import PeerLine
 from digenrl.transport.repeated import Repeated
 from digenrl.transport.weights import is_bucket
@@ -65,10 +65,10 @@ class CodedLine(PeerLine):
         than 1/speed."""
         return 0.0 < self.speed < self.codec_speed * (1.0 - self.left)
 
-    def outgoing(self, message: Message) -> Message:
+    def prepare_outgoing(self, message: Message) -> Message:
         if message.kind is MessageKind.CELLS and self.coding:
-            tensors, facts = self._repeated.without(message.tensors)
-            message = _marked(message, facts, tensors)
+            tensors, facts = self._repeated.drop_repeated(message.tensors)
+            message = _mark_coded(message, facts, tensors)
         elif _is_numbered_bucket(message):
             message = self._outgoing_bucket(message)
         self._began = time.monotonic()
@@ -81,21 +81,21 @@ class CodedLine(PeerLine):
             return message
         self._kept[index] = number, data
         if not self.coding or base is None or len(base[1]) != len(data):
-            return _marked(message, {}, message.tensors)
+            return _mark_coded(message, {}, message.tensors)
         began = time.monotonic()
-        payload, facts = difference(data, base[1])
+        payload, facts = encode_difference(data, base[1])
         self._coding_s += time.monotonic() - began
         self._raw += len(data)
-        return _marked(message, facts | {"base": base[0]}, {"data": payload})
+        return _mark_coded(message, facts | {"base": base[0]}, {"data": payload})
 
-    def written(self, message: Message, sock: socket.socket) -> None:
+    def note_written(self, message: Message, sock: socket.socket) -> None:
         """Measure the connection after a version, or after a trajectory."""
         self._sent += sum(tensor.nbytes for tensor in message.tensors.values())
         self._busy_s += time.monotonic() - self._began
         if "bucket" in message.meta:
             return
         began = time.monotonic()
-        while (waiting := _unconfirmed(sock)) and time.monotonic() < began + _DRAINED_S:
+        while (waiting := _unconfirmed_bytes(sock)) and time.monotonic() < began + _DRAINED_S:
             time.sleep(0.001)
         seconds = self._busy_s + time.monotonic() - began
         if waiting is None:
@@ -107,7 +107,7 @@ class CodedLine(PeerLine):
             self.codec_speed, self.left = self._raw / self._coding_s, self._sent / self._raw
         self._busy_s, self._sent, self._raw, self._coding_s = 0.0, 0, 0, 0.0
 
-    def incoming(self, message: Message, sock: socket.socket) -> Message:
+    def accept_incoming(self, message: Message, sock: socket.socket) -> Message:
         coded = message.meta.get(_CODED)
         if coded is None:
             if _is_numbered_bucket(message):
@@ -116,14 +116,14 @@ class CodedLine(PeerLine):
         meta = {key: value for key, value in message.meta.items() if key != _CODED}
         try:
             if message.kind is MessageKind.CELLS:
-                tensors = self._repeated.completed(message.tensors, coded)
+                tensors = self._repeated.restore_repeated(message.tensors, coded)
                 return replace(message, meta=meta, tensors=tensors)
             index, data, digest = int(meta["bucket"]), message.tensors["data"], message.digest
             if "base" in coded:
                 number, base = self._kept[index]
                 if number != coded["base"]:
                     raise KeyError(f"version {coded['base']}")
-                data = restored(data, coded, base)
+                data = apply_difference(data, coded, base)
                 digest = xxhash.xxh3_64_hexdigest(tensor_bytes(data))
             self._kept[index] = int(meta["version"]), data
         except (KeyError, TypeError, ValueError, zlib.error) as error:
@@ -137,11 +137,11 @@ def _is_numbered_bucket(message: Message) -> bool:
     return is_bucket(message) and message.meta.get("version", -1) >= 0
 
 
-def _marked(message: Message, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Message:
+def _mark_coded(message: Message, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Message:
     return replace(message, meta={**message.meta, _CODED: dict(facts)}, tensors=tensors)
 
 
-def _unconfirmed(sock: socket.socket) -> int | None:
+def _unconfirmed_bytes(sock: socket.socket) -> int | None:
     """Return how many written bytes the peer's kernel has not confirmed; None where the system does
     not tell."""
     with suppress(OSError):

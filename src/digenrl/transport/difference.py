@@ -20,13 +20,13 @@ from digenrl.transport.wire import tensor_bytes
 _LEVEL = 1
 
 
-def difference(data: Tensor, base: Tensor) -> tuple[Tensor, dict[str, int]]:
+def encode_difference(data: Tensor, base: Tensor) -> tuple[Tensor, dict[str, int]]:
     """Return the bytes that turn `base` into `data`, and what `restored` must know of them.
 
     Args:
         data, base: uint8 of one even length.
     """
-    words = _words(data) ^ _words(base)
+    words = _as_words(data) ^ _as_words(base)
     moved = words != 0
     changes = words[moved].view(np.uint8).reshape(-1, 2).T
     parts = [zlib.compress(part.tobytes(), _LEVEL) for part in (np.packbits(moved), changes)]
@@ -34,27 +34,27 @@ def difference(data: Tensor, base: Tensor) -> tuple[Tensor, dict[str, int]]:
     return payload, {"where": len(parts[0]), "moved": changes.shape[1]}
 
 
-def restored(payload: Tensor, facts: dict[str, int], base: Tensor) -> Tensor:
+def apply_difference(payload: Tensor, facts: dict[str, int], base: Tensor) -> Tensor:
     """Invert `difference`.
 
     Raises:
         ValueError, zlib.error: `payload` is no difference to bytes of this length.
     """
     raw, count = tensor_bytes(payload), len(base) // 2
-    where = _inflated(raw[: facts["where"]], -(-count // 8))
-    changes = _inflated(raw[facts["where"] :], 2 * facts["moved"])
+    where = _inflate_bytes(raw[: facts["where"]], -(-count // 8))
+    changes = _inflate_bytes(raw[facts["where"] :], 2 * facts["moved"])
     moved = np.unpackbits(where, count=count).astype(bool)
     # Pinned as the base is: the bytes are on their way to the device.
     data = torch.empty(len(base), dtype=torch.uint8, pin_memory=base.is_pinned()).copy_(base)
-    _words(data)[moved] ^= np.ascontiguousarray(changes.reshape(2, -1).T).view(np.uint16)[:, 0]
+    _as_words(data)[moved] ^= np.ascontiguousarray(changes.reshape(2, -1).T).view(np.uint16)[:, 0]
     return data
 
 
-def _words(data: Tensor) -> NDArray[np.uint16]:
+def _as_words(data: Tensor) -> NDArray[np.uint16]:
     return data.numpy().view(np.uint16)
 
 
-def _inflated(raw: memoryview, size: int) -> NDArray[np.uint8]:
+def _inflate_bytes(raw: memoryview, size: int) -> NDArray[np.uint8]:
     """Return the `size` bytes that `raw` holds. No more are made, whatever `raw` holds."""
     found = zlib.decompressobj().decompress(raw, max(1, size))
     if len(found) != size:

@@ -7,7 +7,7 @@ from digenrl.cluster.control import Control
 from digenrl.cluster.store import StoreLost
 from digenrl.transport.compress import CodedLine
 from digenrl.transport.link import Lines, PeerLine
-from digenrl.transport.node_memory import SharedBuckets, SharedLine, machine
+from digenrl.transport.node_memory import SharedBuckets, SharedLine, machine_identity
 
 
 def chosen_lines(control: Control, rank: int, compress: bool) -> Lines:
@@ -17,10 +17,10 @@ def chosen_lines(control: Control, rank: int, compress: bool) -> Lines:
     Args:
         compress: `network.compress=auto`.
     """
-    own, shared = machine(), SharedBuckets()
+    own, shared = machine_identity(), SharedBuckets()
     control.set(f"machine/{rank}", own)
 
-    def line(peer: int) -> PeerLine:
+    def choose_line(peer: int) -> PeerLine:
         try:
             together = own != "" and control.get(f"machine/{peer}") == own
         except StoreLost:  # the run is over
@@ -29,4 +29,4 @@ def chosen_lines(control: Control, rank: int, compress: bool) -> Lines:
             return SharedLine(shared)
         return CodedLine() if compress else PeerLine()
 
-    return line
+    return choose_line

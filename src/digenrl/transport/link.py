@@ -87,15 +87,15 @@ class PeerLine:
     """One direction of the connection with one peer, where a subclass can delay messages or write
     them shorter. Called in the link's threads."""
 
-    def outgoing(self, message: Message) -> Message:
+    def prepare_outgoing(self, message: Message) -> Message:
         """Return what is written in place of `message`, perhaps later."""
         return message
 
-    def written(self, message: Message, sock: socket.socket) -> None:
+    def note_written(self, message: Message, sock: socket.socket) -> None:
         """Note that `message`, an answer of `outgoing`, was written to `sock`, where the peer's
         `incoming` may answer."""
 
-    def incoming(self, message: Message, sock: socket.socket) -> Message | None:
+    def accept_incoming(self, message: Message, sock: socket.socket) -> Message | None:
         """Return what is delivered in place of the `message` received from `sock`, perhaps later;
         None: nothing is."""
         return message
@@ -150,11 +150,11 @@ class SocketLink:
         self._outboxes: dict[int, tuple[queue.Queue[_Queued | None], threading.Thread]] = {}
         self._lines = lines
         self._opening, self._closing = threading.Lock(), threading.Event()
-        listener = network.listen(host)
-        self._acceptor = AuthenticatedListener(listener, handshake, _purpose(rank), self._reader)
+        listener = network.open_listener(host)
+        self._acceptor = AuthenticatedListener(listener, handshake, _link_purpose(rank), self._read_messages)
         control.set(f"address/{rank}", f"{host}:{listener.getsockname()[1]}")
         if not watched and rank > 0:
-            self.open(0)  # which then sees this rank's death, also while nothing is sent
+            self.open_outbox(0)  # which then sees this rank's death, also while nothing is sent
 
     def send(self, peer: int, message: Message) -> None:
         if peer == self._rank:
@@ -162,15 +162,15 @@ class SocketLink:
             return
         message = on_host(message)
         queued = message, encode(message)  # here: a bad one fails in its author's stack
-        outbox, thread = self.open(peer)
+        outbox, thread = self.open_outbox(peer)
         while True:
             try:
                 # A bounded wait, so that an aborted run or a dead sender thread is noticed.
                 return outbox.put(queued, timeout=0.5)
             except queue.Full:
-                self._control.check()
+                self._control.check_abort()
                 if not thread.is_alive():
-                    if self._finished() or peer in self._control.lost_ranks():
+                    if self._run_finished() or peer in self._control.lost_ranks():
                         return None
                     raise ConnectionError(
                         f"rank {self._rank} can no longer send to rank {peer}."
@@ -181,14 +181,14 @@ class SocketLink:
             relay = {RELAY: list(further)} if further else {}
             self.send(rank, replace(message, meta={**message.meta, **relay}))
 
-    def open(self, peer: int) -> tuple[queue.Queue[_Queued | None], threading.Thread]:
+    def open_outbox(self, peer: int) -> tuple[queue.Queue[_Queued | None], threading.Thread]:
         """Connect to `peer`, which can then see this rank's end. Return the peer's queue and the
         thread that empties it."""
         with self._opening:  # the scorer's thread sends too
             if peer not in self._outboxes:
                 box: queue.Queue[_Queued | None] = queue.Queue(self._depth)
                 thread = threading.Thread(
-                    target=self._sender, args=(peer, box), name=f"link-to-{peer}", daemon=True
+                    target=self._write_messages, args=(peer, box), name=f"link-to-{peer}", daemon=True
                 )
                 thread.start()
                 self._outboxes[peer] = (box, thread)
@@ -207,7 +207,7 @@ class SocketLink:
         deadline = time.monotonic() + seconds
         for outbox, thread in self._outboxes.values():
             ended = False
-            while thread.is_alive() and time.monotonic() < deadline and not self._aborted():
+            while thread.is_alive() and time.monotonic() < deadline and not self._run_aborted():
                 # None ends the sender. A blocking put could wait for ever on a peer that has
                 # stopped reading.
                 if not ended and not outbox.full():
@@ -220,26 +220,26 @@ class SocketLink:
         self._closing.set()
         self._acceptor.close()
 
-    def _finished(self) -> bool:
+    def _run_finished(self) -> bool:
         """Return whether the trainers have ended the run and need nothing more."""
         try:
             return self._control.get("done") is not None
         except StoreLost:  # the store is gone too
             return False
 
-    def _aborted(self) -> bool:
+    def _run_aborted(self) -> bool:
         """Return whether the run was aborted. Then no rank waits for what is still queued."""
         try:
-            self._control.check()
+            self._control.check_abort()
         except Aborted:
             return True
         return False
 
-    def _sender(self, peer: int, outbox: queue.Queue[_Queued | None]) -> None:
+    def _write_messages(self, peer: int, outbox: queue.Queue[_Queued | None]) -> None:
         try:
             address = self._control.wait_for(f"address/{peer}", f"address of rank {peer}", peer)
             host, port = address.rsplit(":", 1)
-            with self._handshake.connect(host, int(port), _purpose(peer), self._rank) as sock:
+            with self._handshake.connect(host, int(port), _link_purpose(peer), self._rank) as sock:
                 end_when_unreachable(sock, UNREAD_S)
                 # No SO_SNDBUF or SO_RCVBUF at either end: a fixed size switches the kernel's tuning
                 # off, and net.core.wmem_max cuts it to 208 KiB on most machines (socket(7)).
@@ -247,15 +247,15 @@ class SocketLink:
                 while (queued := outbox.get()) is not None:
                     with self._stage("send"):
                         message, buffers = queued
-                        shown = line.outgoing(message)
-                        _write(sock, buffers if shown is message else encode(shown))
-                        line.written(shown, sock)
+                        shown = line.prepare_outgoing(message)
+                        _write_buffers(sock, buffers if shown is message else encode(shown))
+                        line.note_written(shown, sock)
         except PeerLost:
             return
         except (OSError, Aborted) as error:
             if (
                 not self._closing.is_set()
-                and not self._finished()
+                and not self._run_finished()
                 and not self._goes_on_without(peer)
             ):
                 self._inbox.put(
@@ -269,10 +269,10 @@ class SocketLink:
         except (Aborted, StoreLost):
             return False
 
-    def _reader(self, sock: socket.socket, peer: int) -> None:
+    def _read_messages(self, sock: socket.socket, peer: int) -> None:
         line = self._lines(peer)
 
-        def read(buffer: memoryview) -> None:
+        def fill_buffer(buffer: memoryview) -> None:
             while buffer:
                 # MSG_WAITALL may still return less, for example after a signal.
                 received = sock.recv_into(buffer, 0, socket.MSG_WAITALL)
@@ -284,9 +284,9 @@ class SocketLink:
             while sock.recv(
                 1, socket.MSG_PEEK
             ):  # an empty peek is an orderly end between two messages
-                message = line.incoming(decode(read, MAX_MESSAGE_BYTES), sock)
+                message = line.accept_incoming(decode(fill_buffer, MAX_MESSAGE_BYTES), sock)
                 if message is not None:
-                    self._deliver(message)
+                    self._deliver_message(message)
         except (OSError, EOFError, WireError, Aborted) as error:
             # A dead peer is the launcher's to judge; a broken message is ours.
             if isinstance(error, WireError) and not self._closing.is_set():
@@ -296,7 +296,7 @@ class SocketLink:
         if not (
             self._watched
             or self._closing.is_set()
-            or self._finished()
+            or self._run_finished()
             or self._goes_on_without(peer)
         ):
             cause = (
@@ -304,11 +304,11 @@ class SocketLink:
             )
             # On the store too: the main thread may be in a collective, and read no inbox for long.
             with suppress(StoreLost):
-                if not self._finished():
-                    self._control.abort(cause)
+                if not self._run_finished():
+                    self._control.abort_run(cause)
             self._inbox.put(ConnectionError(cause))
 
-    def _deliver(self, message: Message) -> None:
+    def _deliver_message(self, message: Message) -> None:
         # Before the inbox: the other ranks of the node must not wait until this rank reads its
         # inbox.
         self._pass_on(message)
@@ -344,17 +344,17 @@ def socket_link(
     )
 
 
-def _purpose(rank: int) -> str:
+def _link_purpose(rank: int) -> str:
     """Return the purpose of a connection to `rank`, for the handshake."""
     return f"link {rank}"
 
 
 def write_message(sock: socket.socket, message: Message) -> None:
     """Write a message whose tensors are contiguous and in CPU memory."""
-    _write(sock, encode(message))
+    _write_buffers(sock, encode(message))
 
 
-def _write(sock: socket.socket, buffers: Buffers) -> None:
+def _write_buffers(sock: socket.socket, buffers: Buffers) -> None:
     """Send all of `buffers`, many in one system call."""
     pending = deque(buffer for buffer in buffers if buffer)
     while pending:

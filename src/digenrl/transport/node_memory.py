@@ -35,7 +35,7 @@ _LEAST_BYTES = 1 << 20
 _MAPPED, _UNSEEN = b"+", b"-"
 
 
-def machine() -> str:
+def machine_identity() -> str:
     """Return what ranks have in common that can map each other's memory: the machine's boot, the
     namespace of process numbers, and the user. "": this system has no such memory."""
     try:
@@ -57,7 +57,7 @@ class SharedBuckets:
         self.receivers: set[SharedLine] = set()
         """Lines to ranks of this machine that have had weights from here."""
 
-    def of(self, message: Message) -> _SharedBucket:
+    def shared_bucket(self, message: Message) -> _SharedBucket:
         """Return the memory that holds a bucket's data; the first of all peers makes it.
 
         Raises:
@@ -96,20 +96,20 @@ class SharedLine(PeerLine):
         self._held: tuple[_SharedBucket, Message] | None = None
         """Bucket of the message that is being written, and the message with its bytes."""
 
-    def outgoing(self, message: Message) -> Message:
+    def prepare_outgoing(self, message: Message) -> Message:
         self._held = None
         if self._can and _is_large_bucket(message):
             self._shared.receivers.add(self)
             # For a single receiver, a copy into shared memory would save nothing.
             with suppress(OSError):
                 if len(self._shared.receivers) > 1:
-                    self._held = self._shared.of(message), message
+                    self._held = self._shared.shared_bucket(message), message
         if self._held is None:
             return message
         meta = {**message.meta, SHARED: self._held[0].place}
         return replace(message, meta=meta, tensors={})
 
-    def written(self, message: Message, sock: socket.socket) -> None:
+    def note_written(self, message: Message, sock: socket.socket) -> None:
         """Wait until the peer has mapped the bucket: it must live until then."""
         held, self._held = self._held, None
         if held is None:
@@ -121,12 +121,12 @@ class SharedLine(PeerLine):
             self._can = False
             write_message(sock, held[1])
 
-    def incoming(self, message: Message, sock: socket.socket) -> Message | None:
+    def accept_incoming(self, message: Message, sock: socket.socket) -> Message | None:
         if SHARED not in message.meta:
             return message
         meta = {key: value for key, value in message.meta.items() if key != SHARED}
         try:
-            data = _mapped(*message.meta[SHARED])
+            data = _map_memory(*message.meta[SHARED])
         except OSError:
             sock.sendall(_UNSEEN)
             return None
@@ -139,7 +139,7 @@ def _is_large_bucket(message: Message) -> bool:
     return is_bucket(message) and len(message.tensors["data"]) >= _LEAST_BYTES
 
 
-def _mapped(process: int, descriptor: int, size: int) -> Tensor:
+def _map_memory(process: int, descriptor: int, size: int) -> Tensor:
     """Return the bytes of another process's memory, mapped: copied where somebody writes."""
     opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     try:

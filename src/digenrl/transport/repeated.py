@@ -29,49 +29,49 @@ class Repeated:
     def __init__(self) -> None:
         self._known: OrderedDict[str, Tensor] = OrderedDict()
 
-    def without(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def drop_repeated(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the tensors that must travel, and what `completed` must know."""
         left, known = dict(tensors), dict[str, str]()
-        for name in _conditions(tensors):
-            digest = _digest(tensors[name])
+        for name in _condition_names(tensors):
+            digest = _tensor_digest(tensors[name])
             if digest in self._known:
                 known[name] = digest
                 del left[name]
-            self._remember(digest, tensors[name])
+            self._remember_tensor(digest, tensors[name])
         before, after = tensors.get("latents"), tensors.get("next_latents")
-        chained = before is not None and after is not None and _chained(before, after)
+        chained = before is not None and after is not None and _is_chained(before, after)
         if chained and after is not None:
             left["next_latents"] = after[:, -1:]
         return left, {"names": list(tensors), "known": known, "chained": chained}
 
-    def completed(self, left: Mapping[str, Tensor], facts: Mapping[str, Any]) -> dict[str, Tensor]:
+    def restore_repeated(self, left: Mapping[str, Tensor], facts: Mapping[str, Any]) -> dict[str, Tensor]:
         """Invert `without`.
 
         Raises:
             KeyError: `left` lacks what this end does not know.
         """
         tensors = dict(left)
-        for name in _conditions(facts["names"]):
+        for name in _condition_names(facts["names"]):
             if name in facts["known"]:
                 tensors[name] = self._known[facts["known"][name]]
-            self._remember(facts["known"].get(name) or _digest(tensors[name]), tensors[name])
+            self._remember_tensor(facts["known"].get(name) or _tensor_digest(tensors[name]), tensors[name])
         if facts["chained"]:
             latents = tensors["latents"]
             tensors["next_latents"] = torch.cat([latents[:, 1:], tensors["next_latents"]], dim=1)
         return {name: tensors[name] for name in facts["names"]}
 
-    def _remember(self, digest: str, tensor: Tensor) -> None:
+    def _remember_tensor(self, digest: str, tensor: Tensor) -> None:
         self._known.setdefault(digest, tensor)
         self._known.move_to_end(digest)
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
 
 
-def _conditions(names: Any) -> list[str]:
+def _condition_names(names: Any) -> list[str]:
     return [name for name in names if name.startswith("condition/")]
 
 
-def _chained(before: Tensor, after: Tensor) -> bool:
+def _is_chained(before: Tensor, after: Tensor) -> bool:
     """Return whether [b, K, ...] `after` holds, at each step but the last, what `before` holds at
     the next one: compared as bytes, since NaN would differ from itself."""
     if before.shape != after.shape or before.dtype != after.dtype or before.shape[1] < 2:
@@ -80,6 +80,6 @@ def _chained(before: Tensor, after: Tensor) -> bool:
     return tensor_bytes(ours) == tensor_bytes(theirs)
 
 
-def _digest(tensor: Tensor) -> str:
+def _tensor_digest(tensor: Tensor) -> str:
     digest = xxhash.xxh3_128_hexdigest(tensor_bytes(tensor.contiguous()))
     return f"{tensor.dtype} {tuple(tensor.shape)} {digest}"

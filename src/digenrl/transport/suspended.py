@@ -52,7 +52,7 @@ class Suspended:
     """Number of denoising steps done."""
 
     @classmethod
-    def of(cls, message: Message, rank: int) -> Suspended:
+    def from_message(cls, message: Message, rank: int) -> Suspended:
         """Return the suspended task that `rank` received.
 
         Raises:
@@ -66,7 +66,7 @@ class Suspended:
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"a STATE message lacks or garbles {error}.") from error
 
-    def state(self, device: torch.device) -> SampleState:
+    def restore_state(self, device: torch.device) -> SampleState:
         """Return the trajectory so far, on `device`.
 
         Raises:

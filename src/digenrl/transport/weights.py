@@ -64,7 +64,7 @@ class Bucket:
     starts: dict[str, int] = field(default_factory=dict)
     size: int = 0
 
-    def views(self, data: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def tensor_views(self, data: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the bucket's tensors, shaped as `parameters`, as views of its bytes."""
         found: dict[str, Tensor] = {}
         for name, start in self.starts.items():
@@ -76,7 +76,7 @@ class Bucket:
             )
         return found
 
-    def filled(self, parameters: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
+    def gather_bytes(self, parameters: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
         """Return the bucket's bytes with `parameters` in the dtypes of `like`, in CPU memory.
 
         With sharded parameters this is a collective.
@@ -84,17 +84,17 @@ class Bucket:
         pin = any(accelerator.is_own(parameters[name].device) for name in self.starts)
         # A new buffer for each version: the link may still be sending the last one.
         data = torch.empty(self.size, dtype=torch.uint8, pin_memory=pin)
-        for name, view in self.views(data, like).items():
+        for name, view in self.tensor_views(data, like).items():
             # Cast where the weights are: a copy that also casts goes through pageable memory and
             # one thread of the host.
-            view.copy_(_whole(parameters[name]).to(view.dtype))
+            view.copy_(_whole_parameter(parameters[name]).to(view.dtype))
             end = self.starts[name] + view.numel() * view.element_size()
             # The padding is part of the digest, so it must not hold random bytes.
-            data[end : _padded(end)] = 0
+            data[end : _padded_size(end)] = 0
         return data
 
 
-def table(parameters: Mapping[str, Tensor]) -> str:
+def layout_digest(parameters: Mapping[str, Tensor]) -> str:
     """Return a digest of names, shapes and dtypes: equal on two ranks exactly if weights can be
     sent between them."""
     rows = [
@@ -104,14 +104,14 @@ def table(parameters: Mapping[str, Tensor]) -> str:
     return xxhash.xxh3_64_hexdigest("\n".join(rows).encode())
 
 
-def buckets(parameters: Mapping[str, Tensor]) -> list[Bucket]:
+def plan_buckets(parameters: Mapping[str, Tensor]) -> list[Bucket]:
     """Return which parameters are sent together. The plan depends only on what `table` covers.
 
     A bucket is filled up to a power of two. torch allocates pinned memory in such sizes, so the
     next version can reuse the blocks of the one before.
     """
     sizes = {
-        name: _padded(parameter.numel() * parameter.element_size())
+        name: _padded_size(parameter.numel() * parameter.element_size())
         for name, parameter in parameters.items()
     }
     full = max(_BUCKET_BYTES, 1 << (-(-2 * sum(sizes.values()) // _MOST_BUCKETS) - 1).bit_length())
@@ -124,11 +124,11 @@ def buckets(parameters: Mapping[str, Tensor]) -> list[Bucket]:
     return plan
 
 
-def _padded(size: int) -> int:
+def _padded_size(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _whole(parameter: Tensor) -> Tensor:
+def _whole_parameter(parameter: Tensor) -> Tensor:
     """Return all of a parameter. With sharded parameters this is a collective."""
     parameter = parameter.detach()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -151,9 +151,9 @@ def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return room for values of `tensors` in host memory, pinned where they are on a device."""
     pin = any(accelerator.is_own(tensor.device) for tensor in tensors.values())
     room = dict[str, Tensor]()
-    for bucket in buckets(tensors):
+    for bucket in plan_buckets(tensors):
         data = torch.empty(bucket.size, dtype=torch.uint8, pin_memory=pin)
-        room |= bucket.views(data, tensors)
+        room |= bucket.tensor_views(data, tensors)
     return room
 
 
@@ -181,50 +181,50 @@ def publish(
             sent.
     """
     like = parameters if like is None else like
-    known, plan = table(like), buckets(like)
+    known, plan = layout_digest(like), plan_buckets(like)
     meta = {"version": number, "table": known}
     tensors: dict[str, Tensor] = {}
     digests: list[str] = []
     for index, bucket in enumerate(plan):
-        data = bucket.filled(parameters, like)
+        data = bucket.gather_bytes(parameters, like)
         if not there:
             link.multicast(
                 routes, Message(MessageKind.WEIGHTS, meta | {"bucket": index}, {"data": data})
             )
         digests.append(xxhash.xxh3_64_hexdigest(tensor_bytes(data)))
-        tensors |= bucket.views(data, like)
-    digest = _combined(digests)
+        tensors |= bucket.tensor_views(data, like)
+    digest = _combined_digest(digests)
     agree(digest)
     link.multicast(routes, Message(MessageKind.WEIGHTS, meta | {"digest": digest}))
     return Version(number, digest, tensors)
 
 
 @torch.no_grad()
-def attest(parameters: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> str:
+def compute_digest(parameters: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> str:
     """Return the digest that `publish` gives these parameters, reading piece by piece and keeping
     no copy.
 
     With sharded parameters this is a collective, as `publish` is.
     """
     digests = []
-    for bucket in buckets(like):
+    for bucket in plan_buckets(like):
         state, zeros = xxhash.xxh3_64(), bytes(_ALIGNMENT)
         for name in bucket.starts:
-            flat, dtype = _whole(parameters[name]).reshape(-1), like[name].dtype
+            flat, dtype = _whole_parameter(parameters[name]).reshape(-1), like[name].dtype
             for piece in flat.split(max(1, _PIECE_BYTES // dtype.itemsize)):
                 state.update(tensor_bytes(piece.to(dtype).cpu()))
             size = flat.numel() * dtype.itemsize
-            state.update(zeros[: _padded(size) - size])
+            state.update(zeros[: _padded_size(size) - size])
         digests.append(state.hexdigest())
-    return _combined(digests)
+    return _combined_digest(digests)
 
 
 @torch.no_grad()
 def take_part(parameters: Mapping[str, Tensor]) -> None:
     """Join the gathers of a `publish` on another rank, and do nothing more."""
-    for bucket in buckets(parameters):
+    for bucket in plan_buckets(parameters):
         for name in bucket.starts:
-            _whole(parameters[name])
+            _whole_parameter(parameters[name])
 
 
 class Arrivals:
@@ -238,13 +238,13 @@ class Arrivals:
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters, self._table, self._plan = (
             parameters,
-            table(parameters),
-            buckets(parameters),
+            layout_digest(parameters),
+            plan_buckets(parameters),
         )
         self._arrived: list[Message] = []
         """Messages so far of the version that arrives."""
 
-    def add(self, message: Message) -> Version | None:
+    def add_message(self, message: Message) -> Version | None:
         """Take in one message, and return the version that it completes, or None.
 
         Raises:
@@ -273,21 +273,21 @@ class Arrivals:
             return None
         arrived, self._arrived = self._arrived, []
         if not arrived:
-            if (own := attest(self._parameters, self._parameters)) != announced:
+            if (own := compute_digest(self._parameters, self._parameters)) != announced:
                 raise WeightsError(
                     f"this rank begins with other weights ({own}) than the trainers ({announced}): "
                     "give all ranks the "
                     "same model.path, configuration, seed and versions of torch and diffusers."
                 )
             return Version(number, announced, {})
-        digest = _combined([part.digest or "" for part in arrived])
+        digest = _combined_digest([part.digest or "" for part in arrived])
         if digest != announced or any(part.meta["version"] != number for part in arrived):
             raise WeightsError(
                 f"weights of version {number} arrived with digest {digest}, sent as {announced}."
             )
         tensors: dict[str, Tensor] = {}
         for bucket, part in zip(self._plan, arrived, strict=True):
-            tensors |= bucket.views(part.tensors["data"], self._parameters)
+            tensors |= bucket.tensor_views(part.tensors["data"], self._parameters)
         return Version(number, digest, tensors)
 
 
@@ -312,22 +312,22 @@ def adopt(parameters: Mapping[str, Tensor], version: Version) -> None:
 
 
 @contextmanager
-def exchanged(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+def exchanged_values(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
     """Give `parameters` these `values`, of their dtypes, while the context is open.
 
     The memory of `values` holds the parameters' own values meanwhile, so there is no third copy. Of
     a sharded parameter `values` has this rank's shard.
     """
     held = dict(values)
-    _exchange(parameters, held)
+    _exchange_values(parameters, held)
     try:
         yield
     finally:
-        _exchange(parameters, held)
+        _exchange_values(parameters, held)
 
 
 @torch.no_grad()
-def _exchange(parameters: Mapping[str, Tensor], held: dict[str, Tensor]) -> None:
+def _exchange_values(parameters: Mapping[str, Tensor], held: dict[str, Tensor]) -> None:
     for name, value in held.items():
         parameter = parameters[name]
         if parameter.device == value.device and not isinstance(parameter, DTensor):
@@ -339,5 +339,5 @@ def _exchange(parameters: Mapping[str, Tensor], held: dict[str, Tensor]) -> None
             value.copy_(own)
 
 
-def _combined(digests: Sequence[str]) -> str:
+def _combined_digest(digests: Sequence[str]) -> str:
     return xxhash.xxh3_64_hexdigest("".join(digests).encode())

@@ -129,13 +129,13 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
             the agreed JSON.
     """
 
-    def take(size: int) -> bytearray:
+    def take_bytes(size: int) -> bytearray:
         buffer = bytearray(size)
         read(memoryview(buffer))
         return buffer
 
     max_count = min(MAX_TENSORS, max_bytes)  # each counts at least a byte
-    magic, kind, meta_size, count = _HEAD.unpack(take(_HEAD.size))
+    magic, kind, meta_size, count = _HEAD.unpack(take_bytes(_HEAD.size))
     if (
         magic != MAGIC
         or kind not in MessageKind._value2member_map_
@@ -147,7 +147,7 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
             "tensors."
         )
     try:
-        body = json.loads(take(meta_size))
+        body = json.loads(take_bytes(meta_size))
         names, meta = body["names"], body["meta"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WireError(f"message meta is not the agreed JSON: {error}.") from error
@@ -158,7 +158,7 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
         and len(names) == len(set(names)) == count
     ):
         raise WireError(f"message meta announces {names!r} for {count} tensors.")
-    layout = _layout(names, take(_ROW.size * count), max_bytes)
+    layout = _read_layout(names, take_bytes(_ROW.size * count), max_bytes)
     hasher = xxhash.xxh3_64() if kind == MessageKind.WEIGHTS else None
     tensors: dict[str, Tensor] = {}
     # Weights are on their way to the device.
@@ -176,7 +176,7 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
     )
 
 
-def _layout(
+def _read_layout(
     names: Sequence[str], rows: bytearray, max_bytes: int
 ) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     """Return dtype and shape of every tensor of a message, as its table announces them.

@@ -21,7 +21,7 @@ from digenrl.rewards.protocol import resolve_device
 from digenrl.rewards.scorer import AsyncScorer
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import SamplingSpec, ode_samples
-from digenrl.transport.weights import Version, adopt, exchanged, host_copy, publish
+from digenrl.transport.weights import Version, adopt, exchanged_values, host_copy, publish
 from digenrl.types import Prompt, move_tensors
 from reward_models.jpeg_size import JpegSize
 from tests.models.tiny_policies import make, prompt
@@ -108,7 +108,7 @@ def test_a_version_is_a_copy_in_pinned_memory(number: int) -> None:
 
 def test_weights_are_exchanged_and_come_back() -> None:
     own, lent = numbers(DEVICE), {name: value + 1 for name, value in numbers().items()}
-    with exchanged(own, lent):
+    with exchanged_values(own, lent):
         assert all(value.device == DEVICE for value in own.values())
         assert all(torch.equal(own[n].cpu(), value + 1) for n, value in numbers().items())
     assert all(torch.equal(own[name].cpu(), value) for name, value in numbers().items())
@@ -121,7 +121,7 @@ def test_a_copy_of_all_weights_waits_pinned_on_the_host_and_changes_places() -> 
         kept[name].copy_(value + 1)
     assert all(value.device.type == "cpu" and value.is_pinned() for value in kept.values())
     for _ in range(2):
-        with exchanged(own, kept):
+        with exchanged_values(own, kept):
             assert all(torch.equal(own[n].cpu(), value + 1) for n, value in numbers().items())
             assert all(torch.equal(kept[n], value) for n, value in numbers().items())
         assert all(torch.equal(own[n].cpu(), value) for n, value in numbers().items())
@@ -189,7 +189,7 @@ def test_a_policy_encodes_samples_and_decodes() -> None:
     assert media.device.type == "cpu"
     assert media.isfinite().all()
     assert policy.codec._vae.device == DEVICE, "a small decoder stays"
-    assert all(encoder.device.type == "cpu" for encoder in policy.codec._encoders())
+    assert all(encoder.device.type == "cpu" for encoder in policy.codec._encoder_modules())
 
 
 def test_a_large_decoder_goes(monkeypatch: pytest.MonkeyPatch) -> None:

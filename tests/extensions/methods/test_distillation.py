@@ -244,7 +244,7 @@ def test_rules_name_the_teacher_and_the_prompt(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none has the prompt of .*mixture.jsonl:9; add it"):
         configuration.load([*words, "algorithm.teachers.high.prompts=mixture_low.jsonl"])
     nobody = View({"algorithm": {"_target_": "some.Distillation", "teachers": {}}}, ())
-    assert "nobody teaches; name one" in next(rules._teachers(nobody))
+    assert "nobody teaches; name one" in next(rules._teacher_runs(nobody))
 
 
 # ---- a whole run

@@ -26,7 +26,7 @@ from digenrl.extensions.methods import dpo, sft
 from digenrl.extensions.methods import forward_losses as losses
 from digenrl.extensions.methods.noise_levels import NoiseLevels
 from digenrl.extensions.methods.noised import noised
-from digenrl.extensions.tasks.digits import DigitsPolicy, pack
+from digenrl.extensions.tasks.digits import DigitsPolicy, pack_latents
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import SamplingSpec
 from digenrl.rollout.files import FileEngine, file_of
@@ -240,7 +240,7 @@ def test_a_picture_survives_the_way_into_latents_and_back(tmp_path: Path) -> Non
     with Image.open(image.path) as opened:
         pixels = torch.from_numpy(np.asarray(opened, dtype=np.float32))[None, None] / 255
     latents = policy.codec.encode_media([image])
-    torch.testing.assert_close(latents, pack(2 * pixels - 1))
+    torch.testing.assert_close(latents, pack_latents(2 * pixels - 1))
     torch.testing.assert_close(policy.codec.decode(latents), pixels)
 
 

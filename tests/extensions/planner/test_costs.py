@@ -26,7 +26,7 @@ from digenrl.extensions.planner.reading import sized
 from digenrl.extensions.planner.virtual_cluster import Cluster, VirtualRank
 from digenrl.extensions.planner.virtual_run import simulate
 from digenrl.extensions.planner.workload import Workload
-from digenrl.hardware import Hardware, Line, Pool, assign, parse_hardware
+from digenrl.hardware import Hardware, Line, Pool, assign_ranks, parse_hardware
 from digenrl.recompute import Recompute
 from digenrl.schedule import ScheduleSpec
 from tests.changed import hardware_settings
@@ -261,7 +261,7 @@ def test_publication_is_charged_as_it_is_sent() -> None:
     hardware = Hardware((replace(POOL, count=24),))
     costing, gigabytes = Costing(WORK, hardware), 2 * WORK.trained_parameters / 1e9
     for rollouts, others in ((4, 0), (8, 1), (20, 2)):
-        assert costing.other_nodes(assign(hardware, 4, rollouts)).total() == others
+        assert costing.other_nodes(assign_ranks(hardware, 4, rollouts)).total() == others
     costs, link = Costs(WORK, hardware), POOL.inter_gb_s * reaches(POOL).network
     assert costs.publish_seconds([POOL], 0) == pytest.approx(gigabytes / CONNECTION_GB_S + 5e-3)
     assert costs.publish_seconds([POOL], 100) == pytest.approx(100 * gigabytes / link + 5e-3)
@@ -295,21 +295,21 @@ APART = Line(0.0125, 0.02)
 def test_trainers_stand_in_one_place_and_rollouts_where_there_is_room() -> None:
     apart = Hardware((POOL, FAR), lines={frozenset(("p", "far")): APART})
     assert [[pool.name for pool in place] for place in apart.places] == [["p"], ["far"]]
-    assert assign(apart, 8, 16) == (("p", "trainer"),) * 8 + (("far", "rollout"),) * 16
+    assert assign_ranks(apart, 8, 16) == (("p", "trainer"),) * 8 + (("far", "rollout"),) * 16
     assert (
-        assign(apart, 12, 12)
+        assign_ranks(apart, 12, 12)
         == (("far", "trainer"),) * 12 + (("far", "rollout"),) * 4 + (("p", "rollout"),) * 8
     )
     with pytest.raises(
         ValueError, match=r"trainers = 20: .* one place, .*\(p: 8, far: 16\); lower it to 16"
     ):
-        assign(apart, 20, 4)
-    assert len(assign(Hardware((POOL, FAR)), 20, 4)) == 24
+        assign_ranks(apart, 20, 4)
+    assert len(assign_ranks(Hardware((POOL, FAR)), 20, 4)) == 24
     own = replace(apart, pools=(replace(FAR, count=32), replace(POOL, role="trainer")))
-    assert assign(own, 8, 16)[0] == ("p", "trainer"), "its pool is for trainers"
+    assert assign_ranks(own, 8, 16)[0] == ("p", "trainer"), "its pool is for trainers"
     three = replace(apart, pools=(*apart.pools, replace(POOL, name="near")))
     assert [[pool.name for pool in place] for place in three.places] == [["p", "near"], ["far"]]
-    assert assign(three, 12, 2)[:12] == (("p", "trainer"),) * 8 + (("near", "trainer"),) * 4
+    assert assign_ranks(three, 12, 2)[:12] == (("p", "trainer"),) * 8 + (("near", "trainer"),) * 4
 
 
 def test_a_line_is_charged_for_what_is_sent_over_it() -> None:

@@ -16,7 +16,7 @@ import torch
 
 from digenrl import config as configuration
 from digenrl import run
-from digenrl.cluster.launcher import Launch, launch
+from digenrl.cluster.launcher import Launch, launch_ranks
 from digenrl.extensions.planner.advice import PlannerAdvisor
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.durations import durations
@@ -61,7 +61,7 @@ def test_sixteen_emulated_ranks_run_as_predicted_and_leave(tmp_path: Path) -> No
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     began = time.monotonic()
     advice = PlannerAdvisor().advise_ranks(composed, TRAINERS, ROLLOUTS)
-    outcome = launch(Launch(TRAINERS, ROLLOUTS, partial(run.fit_rank, config, None, advice), tmp_path))
+    outcome = launch_ranks(Launch(TRAINERS, ROLLOUTS, partial(run.fit_rank, config, None, advice), tmp_path))
     wall = time.monotonic() - began
     assert outcome.status == "completed", f"{outcome.cause}\n{logs(tmp_path)}"
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
@@ -117,7 +117,7 @@ def test_emulated_lines_between_places_take_what_the_planner_charges(tmp_path: P
     launched = Launch(
         1, 2, partial(run.fit_rank, config, None, PlannerAdvisor().advise_ranks(composed, 1, 2)), tmp_path
     )
-    outcome = launch(launched)
+    outcome = launch_ranks(launched)
     assert outcome.status == "completed", f"{outcome.cause}\n{logs(tmp_path)}"
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     measured = median(row["step_s"] for row in rows if row["kind"] == "step")

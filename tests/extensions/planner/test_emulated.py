@@ -69,8 +69,8 @@ def test_each_kind_of_work_sleeps_in_proportion_to_its_rows(
         (MessageKind.WEIGHTS, {}, 0.0, 5.0),
     ):
         message = Message(kind, {}, tensors)
-        line.outgoing(message)
-        line.incoming(message, cast(Any, None))
+        line.prepare_outgoing(message)
+        line.accept_incoming(message, cast(Any, None))
         assert took() == [there, back]
 
 

@@ -64,7 +64,7 @@ def assert_fits(composed: Composed) -> None:
         config, allocation.trainers, allocation.rollouts, costing.work.trained_steps
     )
     for (pool, _), use in costing.memory(candidate).items():
-        assert use.gib <= 0.9 * costing.hardware.pool(pool).memory_gib
+        assert use.gib <= 0.9 * costing.hardware.find_pool(pool).memory_gib
 
 
 @pytest.mark.parametrize(

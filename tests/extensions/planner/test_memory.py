@@ -202,7 +202,7 @@ def test_repeated_flops_are_those_of_a_real_build(trained: str) -> None:
         model, forward = _build(trained, 1, blocks, scale=4, side=32, frames=1)
         for grade in GRADES:
             model.disable_gradient_checkpointing()
-            checkpointing.enable(model, list(model.blocks), parse_recompute(grade))
+            checkpointing.enable_recompute(model, list(model.blocks), parse_recompute(grade))
             with FlopCounterMode(display=False) as counter:
                 output = forward()
                 alone = without_attention(counter)
@@ -259,7 +259,7 @@ def _counted(
         model, forward = _build(trained, rows, count, scale, side, frames)
         for grade in GRADES:
             model.disable_gradient_checkpointing()
-            checkpointing.enable(model, list(model.blocks), parse_recompute(grade))
+            checkpointing.enable_recompute(model, list(model.blocks), parse_recompute(grade))
             sizes[grade].append(count_bytes(model, forward)[1].kept)
         model.disable_gradient_checkpointing()
         hooks.append(_saved(model, forward))

@@ -47,7 +47,7 @@ from digenrl.extensions.planner.plan_text import (
 from digenrl.extensions.planner.planner import PlanError, make_plan
 from digenrl.extensions.planner.reading import candidate_of, costing_of
 from digenrl.extensions.planner.workload import Drawn, Workload
-from digenrl.hardware import Hardware, Line, Pool, assign
+from digenrl.hardware import Hardware, Line, Pool, assign_ranks
 from digenrl.recompute import Recompute
 from digenrl.settle import settle_run
 
@@ -303,7 +303,7 @@ def test_roles_of_a_profile_are_obeyed() -> None:
     with pytest.raises(
         ValueError, match=r"allocation.trainers = 5: the hardware profile has 4 GPUs left"
     ):
-        assign(hardware, 5, 1)
+        assign_ranks(hardware, 5, 1)
 
 
 def test_overrides_name_the_pools_that_the_placement_needs(costing: Costing) -> None:
@@ -321,7 +321,7 @@ def test_overrides_name_the_pools_that_the_placement_needs(costing: Costing) -> 
             name = word.split(".")[2]
             pools[name] = replace(pools[name], role=word.partition("=")[2])
         hardware = Hardware(tuple(pools.values()))
-        assert sorted(assign(hardware, trainers, 8 - trainers)) == sorted(
+        assert sorted(assign_ranks(hardware, trainers, 8 - trainers)) == sorted(
             costing.placed(outcome.candidate)
         )
 
@@ -741,8 +741,8 @@ def test_what_a_node_gathers_over_slow_links_costs_that_node_and_its_share() -> 
     cluster = costing.cluster(held)
     assert (cluster.lockstep, cluster.together) == (True, 2)
     exposed = {rank.pool: rank.exposed_seconds for rank in cluster.trainers}
-    gathering = costing.costs.sharding_seconds([hardware.pool("fast")], 2)
-    assert exposed["fast"] == pytest.approx((1 - reaches(hardware.pool("fast")).hidden) * gathering)
+    gathering = costing.costs.sharding_seconds([hardware.find_pool("fast")], 2)
+    assert exposed["fast"] == pytest.approx((1 - reaches(hardware.find_pool("fast")).hidden) * gathering)
     assert exposed["fast"] < 0.1 * exposed["slow"]
     paid = {rank.pool: rank.cell_seconds + rank.exposed_seconds for rank in cluster.trainers}
     shares = costing.spec(held).shares

@@ -60,7 +60,7 @@ def test_evaluations_go_to_rollouts_where_each_has_room(
     work = replace(workload(loaded), rollouts_evaluate=True, evaluated=1)
     for offloaded, size, rows in ((True, 2, 2), (False, 2, 2), (None, 2, 2), (True, "auto", 1)):
         need = rollout_memory(work, rows, offloaded is False).gib
-        (found,) = loaded.settings.plain()["hardware"]["pools"].values()
+        (found,) = loaded.settings.as_plain()["hardware"]["pools"].values()
         pool = dict(found)
         for memory, fits in ((need, True), (math.nextafter(need, 0.0), False)):
             pools = {
@@ -232,7 +232,7 @@ def test_a_schedule_of_auto_is_planned_where_the_gpus_are_those_of_the_profile(
         (8, None, False)
     ] * 2
     assert asked[0][2] == given(loaded, asked[0][0])
-    (pool,) = loaded.settings.plain()["hardware"]["pools"].values()
+    (pool,) = loaded.settings.as_plain()["hardware"]["pools"].values()
     pools = {"hardware__pools__one": pool, "hardware__pools__other": pool}
     two = but(loaded, hardware__pools__h100=ABSENT, **pools)
     planned_schedule(two, 16)

@@ -14,8 +14,8 @@ from digenrl import keys
 from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
-from digenrl.extensions.tasks.digits import BASE_FILE, DigitsPolicy, pack, text_features
-from digenrl.models.latents import unpack
+from digenrl.extensions.tasks.digits import BASE_FILE, DigitsPolicy, pack_latents, text_features
+from digenrl.models.latents import unpack_latents
 from digenrl.types import CellBlock, Prompt
 from reward_models.digit_judge import WORDS, DigitJudge, DigitStatistics
 from tests.sampling import sample
@@ -52,11 +52,11 @@ def base_samples(per_prompt: int) -> tuple[Tensor, list[Prompt]]:
 
 def test_a_token_is_a_two_by_two_patch() -> None:
     images = torch.arange(64.0).view(1, 1, 8, 8)
-    latents = pack(images)
+    latents = pack_latents(images)
     assert latents.shape == (1, 16, 4)
     assert latents[0, 0].tolist() == [0.0, 1.0, 8.0, 9.0]
     assert latents[0, 5].tolist() == [18.0, 19.0, 26.0, 27.0]
-    assert torch.equal(unpack(latents, 8, 8), images)
+    assert torch.equal(unpack_latents(latents, 8, 8), images)
 
 
 def test_text_features_are_frozen_and_tell_words_apart() -> None:

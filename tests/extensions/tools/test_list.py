@@ -9,7 +9,7 @@ import pytest
 from digenrl import config
 from digenrl.cli.main import main
 from digenrl.config.compose import group_options
-from digenrl.config.errors import nearest
+from digenrl.config.errors import nearest_name
 from digenrl.config.shipped import config_directory
 from digenrl.extensions.tools.cli.check import needs
 
@@ -55,8 +55,8 @@ def test_a_refusal_names_what_was_meant(word: str, said: str) -> None:
 
 
 def test_the_nearest_name_may_hold_what_was_asked() -> None:
-    assert nearest("grpo", ["digits_flowgrpo", "flux1_dancegrpo", "x"]) == "digits_flowgrpo"
-    assert nearest("gr", ["digits_flowgrpo"]) is None
+    assert nearest_name("grpo", ["digits_flowgrpo", "flux1_dancegrpo", "x"]) == "digits_flowgrpo"
+    assert nearest_name("gr", ["digits_flowgrpo"]) is None
 
 
 @pytest.mark.heavy

@@ -327,7 +327,7 @@ def test_an_evaluation_asks_nobody_and_counts_nothing_as_failed(tmp_path):
     scores = suite.score(media, [Prompt(f"p{i}") for i in range(3)], heldout=True)
     assert time.monotonic() < began + 60
     assert list(scores) == ["size"]
-    assert suite.failures()["votes"].missing == 0
+    assert suite.failure_counts()["votes"].missing == 0
     suite.close()
 
 

@@ -12,11 +12,11 @@ from collections.abc import Collection
 
 from digenrl.config.relations import batches, methods, people, ranks
 from digenrl.config.relations.methods import needs_whole_groups
-from digenrl.config.relations.people import asking, votes_of_step
+from digenrl.config.relations.people import people_rewards, votes_of_step
 from digenrl.config.relations.view import Absent, Tree, View, most_rollouts, needs_whole_batch
 
 __all__ = [
-    "asking",
+    "people_rewards",
     "most_rollouts",
     "needs_whole_batch",
     "needs_whole_groups",

@@ -38,7 +38,7 @@ def _updates_within(get: View) -> Iterator[str]:
         )
 
 
-def _updates(get: View) -> Iterator[str]:
+def _update_count(get: View) -> Iterator[str]:
     updates, prompts = get("algorithm.updates_per_batch"), get("data.prompts_per_batch")
     if get("data.updates_split") != "groups":
         return
@@ -78,7 +78,7 @@ def _same_noise(get: View) -> Iterator[str]:
         )
 
 
-def _precision(get: View) -> Iterator[str]:
+def _trainer_precision(get: View) -> Iterator[str]:
     if (precision := get("trainer.precision")) not in ("32-true", "32", 32):
         yield (
             f"trainer.precision = {precision}: trainers would compute otherwise than rollouts, and "
@@ -87,7 +87,7 @@ def _precision(get: View) -> Iterator[str]:
         )
 
 
-def _scouts(get: View) -> Iterator[str]:
+def _scout_candidates(get: View) -> Iterator[str]:
     candidates = get("sampling.scouts.candidates")
     if candidates > 1 and get("sampling.same_noise"):
         yield (
@@ -123,10 +123,10 @@ def _checkpoints_of_lightning(get: View) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     _task_size,
     _updates_within,
-    _updates,
+    _update_count,
     _batch_wide_statistics,
     _same_noise,
-    _precision,
+    _trainer_precision,
     _checkpoints_of_lightning,
-    _scouts,
+    _scout_candidates,
 )

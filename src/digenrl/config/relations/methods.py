@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from digenrl.config.relations.people import asking
+from digenrl.config.relations.people import people_rewards
 from digenrl.config.relations.view import Rule, View
 from digenrl.facts import file_beside, of_target
 from digenrl.images import PREFERENCE, SAMPLES
@@ -51,7 +51,7 @@ def _quantized_base(get: View) -> Iterator[str]:
         )
 
 
-def _reference(get: View) -> Iterator[str]:
+def _start_reference(get: View) -> Iterator[str]:
     if get("algorithm.reference") != "start":
         return
     if get("model.lora") is None or get("model.lora.path") is None:
@@ -70,7 +70,7 @@ def _evaluation_solver(get: View) -> Iterator[str]:
         )
 
 
-def _files(get: View) -> Iterator[str]:
+def _sample_files(get: View) -> Iterator[str]:
     target = str(get("algorithm._target_"))
     offline = target.endswith(_PREFERENCES)
     if get("data.samples") == "generated":
@@ -117,7 +117,7 @@ def _files(get: View) -> Iterator[str]:
 def needs_whole_groups(target: str, reward: Mapping[str, Any]) -> bool:
     """Return whether a task holds a group: because the algorithm `target` compares all samples of a
     group in one forward, or because people compare them (the group `reward`)."""
-    return target.endswith(_WHOLE_GROUPS) or bool(asking(reward))
+    return target.endswith(_WHOLE_GROUPS) or bool(people_rewards(reward))
 
 
 def _whole_groups(get: View) -> Iterator[str]:
@@ -147,7 +147,7 @@ def teacher_weights(run: str, target: str) -> Path:
     return path / _LAST_WEIGHTS if path.is_dir() else path
 
 
-def _teachers(get: View) -> Iterator[str]:
+def _teacher_runs(get: View) -> Iterator[str]:
     target = str(get("algorithm._target_"))
     if not get("algorithm.teachers"):
         yield (
@@ -171,10 +171,10 @@ def _teachers(get: View) -> Iterator[str]:
             f"algorithm.train_steps = {levels} with {target}: it compares transitions, and an ODE "
             "keeps none; use algorithm/train_steps=all_but_last."
         )
-    yield from _untaught(get("data.prompts"), get("algorithm.teachers"))
+    yield from _untaught_prompts(get("data.prompts"), get("algorithm.teachers"))
 
 
-def _untaught(asked: Any, teachers: dict[str, Any]) -> Iterator[str]:
+def _untaught_prompts(asked: Any, teachers: dict[str, Any]) -> Iterator[str]:
     """Yield the first training prompt that no teacher knows."""
     if any(teacher.get("prompts") is None for teacher in teachers.values()):
         return
@@ -197,9 +197,9 @@ def _untaught(asked: Any, teachers: dict[str, Any]) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     _half_precision,
     _quantized_base,
-    _reference,
+    _start_reference,
     _evaluation_solver,
-    _files,
-    _teachers,
+    _sample_files,
+    _teacher_runs,
     _whole_groups,
 )

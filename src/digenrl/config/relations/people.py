@@ -12,7 +12,7 @@ _ASKING = ".Votes"
 """Ends the `_target_` of a scorer that asks people."""
 
 
-def asking(reward: object, group: str = "rewards") -> dict[str, Mapping[str, Any]]:
+def people_rewards(reward: object, group: str = "rewards") -> dict[str, Mapping[str, Any]]:
     """Return name -> entry of the rewards that ask people, in the group `reward` of a
     configuration.
 
@@ -33,22 +33,22 @@ def votes_of_step(config: Mapping[str, Any]) -> dict[str, int]:
     configuration may hold anything."""
     data, found = config.get("data"), {}
     sizes = [
-        _count(data.get(key) if isinstance(data, Mapping) else 0)
+        _as_count(data.get(key) if isinstance(data, Mapping) else 0)
         for key in ("prompts_per_batch", "oversample", "group_size")
     ]
-    for name, entry in asking(config.get("reward")).items():
-        votes = sizes[2] * _count(entry["scorer"].get("per_sample"))
+    for name, entry in people_rewards(config.get("reward")).items():
+        votes = sizes[2] * _as_count(entry["scorer"].get("per_sample"))
         found[name] = (sizes[0] + sizes[1]) * -(-votes // 2)
     return found
 
 
-def _count(number: object) -> int:
+def _as_count(number: object) -> int:
     return number if isinstance(number, int) and 0 <= number < 2**31 else 0
 
 
 def _whole_groups(get: View) -> Iterator[str]:
     size, group = get("sampling.task_size"), get("data.group_size")
-    for name in asking(get("reward")):
+    for name in people_rewards(get("reward")):
         if size not in ("auto", group):
             yield (
                 f"sampling.task_size = {size} with reward {name}: people compare the "
@@ -67,14 +67,14 @@ def _whole_groups(get: View) -> Iterator[str]:
             )
 
 
-def _place(get: View) -> Iterator[str]:
+def _vote_placement(get: View) -> Iterator[str]:
     reward = get("reward")
-    for name in asking(reward, "heldout"):
+    for name in people_rewards(reward, "heldout"):
         yield (
             f"reward.heldout.{name}: evaluations ask nobody for votes; move it to reward.rewards, "
             "and hold out a reward that measures."
         )
-    for name, entry in asking(reward).items():
+    for name, entry in people_rewards(reward).items():
         placement = entry.get("placement") or get("reward.placement")
         if placement not in ("thread", "inline"):
             yield (
@@ -83,11 +83,11 @@ def _place(get: View) -> Iterator[str]:
             )
 
 
-def _packages(get: View) -> Iterator[str]:
+def _vote_packages(get: View) -> Iterator[str]:
     wanted = [("uvicorn", "serve", "the page of votes")]
     if get("sampling.frames") > 1:
         wanted.append(("imageio", "video", "showing videos"))
-    for name in asking(get("reward")):
+    for name in people_rewards(get("reward")):
         for module, extra, what in wanted:
             if importlib.util.find_spec(module) is None:
                 yield (
@@ -96,4 +96,4 @@ def _packages(get: View) -> Iterator[str]:
                 )
 
 
-RULES: tuple[Rule, ...] = (_whole_groups, _place, _packages)
+RULES: tuple[Rule, ...] = (_whole_groups, _vote_placement, _vote_packages)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from digenrl.config.relations.view import Rule, View, divisors, most_rollouts
-from digenrl.rewards.needs import managed
+from digenrl.rewards.needs import managed_gpus
 
 
-def _asynchrony(get: View) -> Iterator[str]:
+def _async_rollouts(get: View) -> Iterator[str]:
     steps, rollouts = get("schedule.async_steps"), get("allocation.rollouts")
     if steps and rollouts == 0:
         yield (
@@ -18,7 +18,7 @@ def _asynchrony(get: View) -> Iterator[str]:
         )
 
 
-def _shares(get: View) -> Iterator[str]:
+def _share_counts(get: View) -> Iterator[str]:
     shares, trainers = get("schedule.shares"), get("allocation.trainers")
     if not isinstance(shares, list):
         return
@@ -31,7 +31,7 @@ def _shares(get: View) -> Iterator[str]:
         )
 
 
-def _sharding(get: View) -> Iterator[str]:
+def _sharded_trainers(get: View) -> Iterator[str]:
     sharding, trainers = get("parallel.sharding"), get("allocation.trainers")
     if sharding in ("hsdp", "fsdp") and trainers == 1:
         yield (
@@ -82,7 +82,7 @@ def _split_claims(get: View) -> Iterator[str]:
         )
 
 
-def _recomputation(get: View) -> Iterator[str]:
+def _recomputation_entries(get: View) -> Iterator[str]:
     kept, trainers = get("model.gradient_checkpointing"), get("allocation.trainers")
     if isinstance(kept, list) and isinstance(trainers, int) and len(kept) != trainers:
         yield (
@@ -116,7 +116,7 @@ def _rank_counts(get: View) -> Iterator[str]:
             )
 
 
-def _context(get: View) -> Iterator[str]:
+def _context_groups(get: View) -> Iterator[str]:
     context, trainers = get("parallel.context"), get("allocation.trainers")
     if context == 1:
         return
@@ -140,7 +140,7 @@ def _context(get: View) -> Iterator[str]:
             )
 
 
-def _publication(get: View) -> Iterator[str]:
+def _broadcast_members(get: View) -> Iterator[str]:
     if get("network.publication") != "broadcast":
         return
     rollouts, launch = get("allocation.rollouts"), get("launch")
@@ -157,7 +157,7 @@ def _publication(get: View) -> Iterator[str]:
         yield wrong("launch = ray", why, "launch=local")
 
 
-def _lines(get: View) -> Iterator[str]:
+def _pool_links(get: View) -> Iterator[str]:
     pools, seen = sorted(get("hardware.pools")), dict[frozenset[str], str]()
     for name, entry in get("hardware.links").items():
         pair = frozenset(entry["between"])
@@ -183,9 +183,9 @@ def _ray_resources(get: View) -> Iterator[str]:
         )
 
 
-def _judges(get: View) -> Iterator[str]:
+def _judge_gpus(get: View) -> Iterator[str]:
     try:
-        wanted = managed(get("reward"))
+        wanted = managed_gpus(get("reward"))
     except ValueError as error:
         yield str(error)
         return
@@ -206,16 +206,16 @@ def _judges(get: View) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    _asynchrony,
-    _shares,
-    _sharding,
+    _async_rollouts,
+    _share_counts,
+    _sharded_trainers,
     _shard_group,
     _split_claims,
-    _recomputation,
+    _recomputation_entries,
     _rank_counts,
-    _context,
-    _publication,
-    _lines,
+    _context_groups,
+    _broadcast_members,
+    _pool_links,
     _ray_resources,
-    _judges,
+    _judge_gpus,
 )

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from digenrl.extensions.export.diffusers_export import lora_file, part
 from digenrl.models.policy import Policy
-from digenrl.record.run_dir import printable, replaced
+from digenrl.record.run_dir import printable_text, atomic_replace
 from digenrl.record.small_file import json_of, read_text
 
 
@@ -33,7 +33,7 @@ def write_card(
     pictures = [run / "samples" / "before_after.png", *sorted((run / "plots").glob("*.png"))]
     shown = [path for path in pictures if path.exists()]
     for path in shown:
-        with replaced(folder / path.name) as unfinished:
+        with atomic_replace(folder / path.name) as unfinished:
             shutil.copyfile(path, unfinished)
     summary = run / "summary.json"
     numbers = json_of(read_text(summary)) if summary.exists() else {}
@@ -67,12 +67,12 @@ def write_card(
         weights=weights,
     )
     card = folder / "README.md"
-    with replaced(card) as unfinished:
+    with atomic_replace(card) as unfinished:
         unfinished.write_text(text + "\n", encoding="utf-8")
     return card
 
 
 def _plain(value: object) -> str:
     """Return `value` as Markdown that shows it, on one line."""
-    text = " ".join(printable(str(value)).split())
+    text = " ".join(printable_text(str(value)).split())
     return re.sub(r"([\\`*\[\]<>#|~&]|\b_|_\b)", r"\\\1", text)

@@ -111,7 +111,7 @@ class DGPO(WithOldPolicy):
         advantages = advantages.clamp(-self.max_advantage, self.max_advantage)[:, None]
         cells = noised(block, range(group), [0] * group, self.seed, STREAM)
         scale = self.train_guidance
-        with nullcontext() if scale is None else self.policy.guided(scale):
+        with nullcontext() if scale is None else self.policy.guided_by(scale):
             reference = self.base_velocity(cells)
             old = None if self.ratio_clip is None else self.old_velocity(cells)
             new = cells.velocity(self.policy)

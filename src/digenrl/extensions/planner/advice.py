@@ -350,7 +350,7 @@ def memory_lines(composed: Composed, trainers: int, rollouts: int) -> list[str]:
         if role == "trainer":
             lines[-1] += (
                 ", gradient checkpointing "
-                f"{costing.recompute(candidate, costing.hardware.pool(pool)).config}"
+                f"{costing.recompute(candidate, costing.hardware.find_pool(pool)).config}"
             )
     for pool, gib in costing.host_gib(candidate).items():
         where = f"host of a node of {pool}" if several else "host"

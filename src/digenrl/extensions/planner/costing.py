@@ -26,7 +26,7 @@ from digenrl.extensions.planner.memory import (
 )
 from digenrl.extensions.planner.virtual_cluster import Cluster, VirtualRank
 from digenrl.extensions.planner.workload import BASE_BYTES, Drawn, Workload
-from digenrl.hardware import Hardware, Pool, assign, shard_group
+from digenrl.hardware import Hardware, Pool, assign_ranks, shard_group
 from digenrl.recompute import ALL, INPUTS, MODES, Recompute
 from digenrl.schedule import ScheduleSpec
 
@@ -87,7 +87,7 @@ class Costing:
         if first is not None:
             pools = sorted(hardware.pools, key=lambda pool: pool.name != first)
             hardware = replace(hardware, pools=tuple(replace(pool, role="auto") for pool in pools))
-        return assign(hardware, trainers, rollouts)
+        return assign_ranks(hardware, trainers, rollouts)
 
     @_once
     def _kinds(self, *split: Any) -> dict[tuple[str, str], int]:
@@ -105,7 +105,7 @@ class Costing:
     @_once
     def _trainers(self, *split: Any) -> list[tuple[Pool, int]]:
         kinds = self._kinds(*split).items()
-        return [(self.hardware.pool(name), n) for (name, role), n in kinds if role == "trainer"]
+        return [(self.hardware.find_pool(name), n) for (name, role), n in kinds if role == "trainer"]
 
     def shards(self, candidate: Candidate) -> int:
         """Return the number of ranks that share one copy of the weights."""
@@ -218,7 +218,7 @@ class Costing:
         table = {}
         for name, role in self.kinds(candidate):
             if role == "trainer":
-                pool = self.hardware.pool(name)
+                pool = self.hardware.find_pool(name)
                 kept = self.recompute(candidate, pool)
                 table[name, role] = self._trainer_memory(kept, *self._batches(candidate, pool))
             else:
@@ -239,14 +239,14 @@ class Costing:
         if self.work.base_bytes < BASE_BYTES[None] and candidate.sharding != "ddp":
             reasons.append("quantized weights are not divided among trainers")
         for (pool_name, role), memory in sorted(self.memory(candidate).items()):
-            pool, need = self.hardware.pool(pool_name), memory.gib
+            pool, need = self.hardware.find_pool(pool_name), memory.gib
             if need > USABLE * pool.memory_gib:
                 reasons.append(
                     f"{role} on {pool_name} ({pool.gpu}) needs {need:.1f} GiB of "
                     f"{USABLE * pool.memory_gib:.1f} GiB ({USABLE:.0%} of {pool.memory_gib:g})"
                 )
         for pool_name, need in self.host_gib(candidate).items():
-            room = self.hardware.pool(pool_name).host_gib
+            room = self.hardware.find_pool(pool_name).host_gib
             if need > USABLE * room:
                 reasons.append(
                     f"ranks of a node of {pool_name} keep what needs {need:.1f} GiB of "
@@ -337,7 +337,7 @@ class Costing:
         """Return the candidate's ranks with their durations, for a virtual run."""
         costs, work, b = self.costs, self.work, candidate.spec.task_size
         kinds, placed = self.kinds(candidate), self.placed(candidate)
-        pools = {name: self.hardware.pool(name) for name, _ in kinds}
+        pools = {name: self.hardware.find_pool(name) for name, _ in kinds}
         home, others = placed[0][0], self.other_nodes(placed)
         trainer_pools = [pool for pool, _ in self.trainers(candidate)]
         shards = self.shards(candidate)
@@ -367,7 +367,7 @@ class Costing:
                 exposed,
                 costs.adopt_seconds(),
             )
-            if role == "rollout" and (line := self.hardware.line(home, name)) is not None:
+            if role == "rollout" and (line := self.hardware.line_between(home, name)) is not None:
                 fetch, send = costs.fetch_seconds(line, others[name]), costs.send_seconds(line, b)
                 likes[name, role] = replace(
                     likes[name, role], fetch_seconds=fetch, send_seconds=send
@@ -376,7 +376,7 @@ class Costing:
         # Nodes behind a line pay for their versions in fetch_seconds, so publishing is charged for
         # the others only.
         near = sum(
-            count for name, count in others.items() if self.hardware.line(home, name) is None
+            count for name, count in others.items() if self.hardware.line_between(home, name) is None
         )
         steps = self._together(
             [likes[place].step_seconds for place in placed], candidate.trainers, shards
@@ -405,7 +405,7 @@ class Costing:
         """Return pool -> number of nodes with rollouts, without the node of trainer 0."""
         seats, places = Counter[str](), list[tuple[str, int]]()
         for name, _ in placed:  # a pool's ranks fill its nodes in order
-            places.append((name, seats[name] // self.hardware.pool(name).per_node))
+            places.append((name, seats[name] // self.hardware.find_pool(name).per_node))
             seats[name] += 1
         rollouts = {
             node for node, (_, role) in zip(places, placed, strict=True) if role == "rollout"
@@ -524,7 +524,7 @@ class Costing:
                 prompt(pool) for pool in self.hardware.pools
             )
         names = [name for name, _ in self.placed(candidate)[candidate.trainers :]]
-        seconds = [prompt(self.hardware.pool(name)) for name in names]
+        seconds = [prompt(self.hardware.find_pool(name)) for name in names]
         ends = [0.0] * len(names)
         for _ in range(drawn.prompts):
             soonest = min(range(len(names)), key=lambda rank: ends[rank])

@@ -338,7 +338,7 @@ class Costs:
 
     def send_seconds(self, line: Line, task_size: int) -> float:
         """Return the seconds of a finished task on the line between two places."""
-        return line.seconds(self.task_bytes(task_size))
+        return line.transfer_seconds(self.task_bytes(task_size))
 
     def fetch_seconds(self, line: Line, nodes: int) -> float:
         """Return the seconds of a version on the line between two places, with a copy for each of
@@ -346,9 +346,9 @@ class Costs:
         (`network.compress`)."""
         size = nodes * version_bytes(self.work)
         if not carries_differences(self.work, line):
-            return line.seconds(size)
+            return line.transfer_seconds(size)
         # Each node's copy is coded in a thread of its own.
-        return size / nodes / (CODEC_GB_S * 1e9) + line.seconds(CODED_SHARE * size)
+        return size / nodes / (CODEC_GB_S * 1e9) + line.transfer_seconds(CODED_SHARE * size)
 
     def deliver_seconds(self, pools: list[Pool], task_size: int) -> float:
         """Return the seconds of a finished task through pinned memory and the network, and of its

@@ -38,12 +38,12 @@ class EmulatedLine(PeerLine):
     def __init__(self, fetch: float, send: float) -> None:
         self._fetch, self._send = fetch, send
 
-    def outgoing(self, message: Message) -> Message:
+    def prepare_outgoing(self, message: Message) -> Message:
         """Wait while a task, finished or suspended, would be on its way."""
         time.sleep(self._send if message.kind in (MessageKind.CELLS, MessageKind.STATE) else 0.0)
         return message
 
-    def incoming(self, message: Message, sock: socket.socket) -> Message:
+    def accept_incoming(self, message: Message, sock: socket.socket) -> Message:
         """Wait at the end of a version while its buckets would be on their way."""
         time.sleep(
             self._fetch if message.kind is MessageKind.WEIGHTS and not message.tensors else 0.0

@@ -40,11 +40,11 @@ def host_gib(
     seats, nodes = Counter[str](), Counter[tuple[str, int]]()
     rollouts, home = Counter[tuple[str, int]](), (placed[0][0], 0)
     for name, role in placed:
-        node = name, seats[name] // hardware.pool(name).per_node
+        node = name, seats[name] // hardware.find_pool(name).per_node
         seats[name] += 1
         nodes[node] += int(trainer[name]) if role == "trainer" else 0
         rollouts[node] += role == "rollout"
-    lines = {name: hardware.line(home[0], name) for name, _ in nodes}
+    lines = {name: hardware.line_between(home[0], name) for name, _ in nodes}
     slow = {name for name, line in lines.items() if line and carries_differences(work, line)}
     nodes[home] += version_bytes(work) * bool(slow)  # what the next version will differ from
     for node, count in rollouts.items():

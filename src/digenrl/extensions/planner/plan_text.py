@@ -46,7 +46,7 @@ def overrides(outcome: CandidateOutcome) -> list[str]:
             for word in words
         ]
     if candidate.first is not None and candidate.rollouts:
-        first = hardware.pool(candidate.first)
+        first = hardware.find_pool(candidate.first)
         if candidate.trainers >= first.count:
             words.append(f"hardware.pools.{first.name}.role=trainer")
         if candidate.trainers <= first.count:

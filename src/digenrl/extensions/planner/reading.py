@@ -18,7 +18,7 @@ from digenrl.extensions.planner.memory import USABLE, rollout_memory
 from digenrl.extensions.planner.workload import BASE_BYTES, Drawn, Workload, counted
 from digenrl.hardware import parse_hardware
 from digenrl.recompute import AUTO, parse_recompute
-from digenrl.rewards.needs import placed
+from digenrl.rewards.needs import placed_scorers
 from digenrl.schedule import ScheduleSpec
 from digenrl.settle import (
     compile_problem,
@@ -77,7 +77,7 @@ def workload(composed: Composed) -> Workload:
     sampling, algorithm, model = settings.sampling, settings.algorithm, settings.model
     lora, branch_scale = model.lora, model.get("true_cfg_scale")
     embedded = None if branch_scale is None else float(branch_scale) > 1.0
-    judged = tuple(name for _, name, _ in placed(settings.node("reward"), "managed"))
+    judged = tuple(name for _, name, _ in placed_scorers(settings.node_at("reward"), "managed"))
     drawn = [int(node.get("samples_per_prompt", 0)) for node in evaluation_nodes(settings)]
     kept = drawn_of(settings)
     guided = float(sampling.guidance_scale or 1.0) > 1.0 if embedded is None else embedded
@@ -97,11 +97,11 @@ def workload(composed: Composed) -> Workload:
         lora_rank=int(lora.rank) if lora else None,
         trained_samples=_trained_samples(settings),
         stored_prompts=settings.data.prompt_store is not None,
-        whole_batch=needs_whole_batch(settings.node("algorithm.advantage")),
+        whole_batch=needs_whole_batch(settings.node_at("algorithm.advantage")),
         most_text=model.get("max_sequence_length"),
         lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
         reference=(algorithm.kl_weight or 0.0) > 0.0,
-        whole_groups=needs_whole_groups(algorithm.target, settings.node("reward")),
+        whole_groups=needs_whole_groups(algorithm.target, settings.node_at("reward")),
         ema=algorithm.get("ema") is not None,
         rewards=tuple(name for name in settings.reward.rewards or {} if name not in judged),
         judged=judged,
@@ -138,7 +138,7 @@ def drawn_of(settings: Settings) -> Drawn | None:
     """Return what one evaluation draws; None without an evaluation."""
     if (settings.callbacks or {}).get("evaluation") is None:
         return None
-    evaluation, model = settings.node("callbacks.evaluation"), settings.model
+    evaluation, model = settings.node_at("callbacks.evaluation"), settings.model
     samples = int(evaluation.get("samples_per_prompt", 1))
     return Drawn(
         prompts=evaluation.get("max_prompts") or settings.data.prompts_per_batch,
@@ -159,7 +159,7 @@ def _trained_samples(settings: Settings) -> int | None:
     k = settings.algorithm.advantage.get("best_and_worst")
     skips = (
         settings.schedule.skip_zero
-        and settings.algorithm.holds("surrogate")
+        and settings.algorithm.holds_key("surrogate")
         and not settings.algorithm.kl_weight
     )
     return 2 * k if k and skips and 2 * k < settings.data.group_size else None

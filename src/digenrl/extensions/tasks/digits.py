@@ -37,8 +37,8 @@ from digenrl.diffusion.sigmas import static_grid
 from digenrl.images import PromptImage
 from digenrl.models.codec import Codec
 from digenrl.models.guidance import Guidance
-from digenrl.models.latents import pack as pack
-from digenrl.models.latents import token_positions, unpack
+from digenrl.models.latents import pack_latents as pack_latents
+from digenrl.models.latents import token_positions, unpack_latents
 from digenrl.models.policy import Policy, RecomputeConfig
 from digenrl.models.wording import Wording
 
@@ -224,7 +224,7 @@ class EmbeddedPolicy(Policy):
         positions = self.position_unit * token_positions(rows, rows).float()
         self.register_buffer("image_positions", positions, persistent=False)
         self.register_buffer("text_positions", torch.zeros(self.text_length, 3), persistent=False)
-        self.complete()
+        self.add_family_parts()
 
     @classmethod
     def outline(cls, settings: Mapping[str, object]) -> nn.Module:
@@ -261,12 +261,12 @@ class DigitsCodec(EmbeddedCodec):
 
     def decode(self, latents: Tensor) -> Tensor:
         """Decode latents [B, 16, 4] to images [B, 1, 8, 8], fp32 in [0, 1]."""
-        return (unpack(latents.float(), SIDE, SIDE) / 2 + 0.5).clamp(0.0, 1.0)
+        return (unpack_latents(latents.float(), SIDE, SIDE) / 2 + 0.5).clamp(0.0, 1.0)
 
     def encode_media(self, images: Sequence[PromptImage]) -> Tensor:
         """Return the latents [B, 16, 4] of pictures, whose grey is the mean of their colours."""
         fitted = np.stack([np.asarray(image.fitted(SIDE, SIDE)) for image in images])
-        return pack(torch.from_numpy(fitted).float().mean(3)[:, None] / 127.5 - 1.0)
+        return pack_latents(torch.from_numpy(fitted).float().mean(3)[:, None] / 127.5 - 1.0)
 
 
 class DigitsPolicy(EmbeddedPolicy):

@@ -136,7 +136,7 @@ class ScenesPolicy(EmbeddedPolicy):
     usual_shift, position_unit = 3.0, 2.0
     where: Tensor
 
-    def complete(self) -> None:
+    def add_family_parts(self) -> None:
         where = one_hot(token_positions(ROWS, ROWS)[:, 1:], ROWS).flatten(1).float()
         self.register_buffer("where", where, persistent=False)
 

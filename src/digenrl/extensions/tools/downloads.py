@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from digenrl.config.settings import Settings
-from digenrl.rewards.needs import measuring, placed
+from digenrl.rewards.needs import scorers_and_statistics, placed_scorers
 from digenrl.rewards.published import WEIGHTS, files_read
 
 _HUB_COMMAND = re.compile(r"hf download (?P<repository>[\w.-]+/[\w.-]+)(?: (?P<file>\S+))?")
@@ -60,9 +60,9 @@ class Download:
 def downloads(settings: Settings) -> tuple[list[Download], list[str]]:
     """Return what a checked configuration needs from the hub, and a line for each thing that lies
     elsewhere. What is on this machine as a file or directory is left out."""
-    found, elsewhere = list(_model(settings.node("model"))), list[str]()
-    served = {key for key, _, _ in placed(settings.node("reward"), "managed")}
-    for key, what, node in measuring(settings.node("reward"), settings.callbacks or {}):
+    found, elsewhere = list(_model(settings.node_at("model"))), list[str]()
+    served = {key for key, _, _ in placed_scorers(settings.node_at("reward"), "managed")}
+    for key, what, node in scorers_and_statistics(settings.node_at("reward"), settings.callbacks or {}):
         if (model := node.get("model")) and "url" in node:
             if key not in served:
                 elsewhere.append(f"{key}: {model}, served at {node['url']} by you")

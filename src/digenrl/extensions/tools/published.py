@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from digenrl.config.words import pasted
+from digenrl.config.words import shell_word
 from digenrl.prompts import PromptFileError, read
 
 
@@ -126,7 +126,7 @@ def check(chosen: PublishedSet, folder: Path) -> Iterator[str]:
         )
     used = folder / chosen.train.name
     if chosen.heldout is None:
-        yield pasted("data.prompts", used)
+        yield shell_word("data.prompts", used)
         return
     both = {prompt.text for prompt in files[chosen.heldout].prompts}
     train = files[chosen.train]
@@ -140,4 +140,4 @@ def check(chosen: PublishedSet, folder: Path) -> Iterator[str]:
         )
         yield f"{used}: without what is held out, {len(shared)} fewer"
     heldout = folder / chosen.heldout.name
-    yield f"{pasted('data.prompts', used)} {pasted('data.heldout', heldout)}"
+    yield f"{shell_word('data.prompts', used)} {shell_word('data.heldout', heldout)}"

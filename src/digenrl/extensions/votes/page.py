@@ -60,10 +60,10 @@ class VotePage(Guard):
         """Return a server for addresses of loopback alone."""
         routes = [
             Route("/", self._page),
-            Route("/state", self._guarded(self._state)),
-            Route("/next", self._guarded(self._next)),
-            Route("/vote", self._guarded(self._vote), methods=["POST"]),
-            Route("/undo", self._guarded(self._undo), methods=["POST"]),
+            Route("/state", self._guard_handler(self._state)),
+            Route("/next", self._guard_handler(self._next)),
+            Route("/vote", self._guard_handler(self._vote), methods=["POST"]),
+            Route("/undo", self._guard_handler(self._undo), methods=["POST"]),
         ]
         return server_of(Gate(Starlette(routes=routes), (), page="/"), _LIMITS)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from digenrl.models.flux import ATTENTION
-from digenrl.models.latents import token_positions, unpack
+from digenrl.models.latents import token_positions, unpack_latents
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
@@ -43,7 +43,7 @@ class Flux2KleinCodec(DiffusersCodec):
         the autoencoder."""
         std = torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
         tokens = latents * std.to(latents) + vae.bn.running_mean.to(latents)
-        return vae.decode(unpack(tokens, *self.image_grid()), return_dict=False)[0]
+        return vae.decode(unpack_latents(tokens, *self.image_grid()), return_dict=False)[0]
 
 
 CHECKPOINT_NAMES: Names = {
@@ -98,11 +98,11 @@ class Flux2KleinPolicy(DiffusersPolicy):
             guidance=None,
             encoder_hidden_states=text,
             txt_ids=pad(words, (3, 0)),  # (0, 0, 0, word), and of tokens (0, row, column, 0)
-            img_ids=pad(self.positions(text.device), (0, 1)),
+            img_ids=pad(self.position_ids(text.device), (0, 1)),
             return_dict=False,
         )[0]
 
-    def positions(self, device: torch.device) -> Tensor:
+    def position_ids(self, device: torch.device) -> Tensor:
         """Return the positions of the image's tokens, [tokens, 3]."""
         return token_positions(self.codec.height // 16, self.codec.width // 16, device)
 

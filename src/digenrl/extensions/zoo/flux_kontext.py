@@ -27,7 +27,7 @@ class FluxKontextCodec(FluxCodec):
     def encode_wording(self, pipeline: DiffusionPipeline, wording: Wording) -> dict[str, Tensor]:
         """Return the conditioning of the text, and the tokens [1, N, 64] of the image: the mode of
         the autoencoder's distribution."""
-        pixels = self.pixels(wording.images[0]).to(self._vae.device, self.vae_dtype)
+        pixels = self.image_pixels(wording.images[0]).to(self._vae.device, self.vae_dtype)
         return {
             **super().encode_wording(pipeline, wording),
             "image": self.encode_latents(self._vae, pixels),
@@ -49,7 +49,7 @@ class FluxKontextPolicy(FluxPolicy):
         both = torch.cat([latents, condition["image"]], dim=1)
         return super().predict(both, sigmas, condition)[:, : latents.shape[1]]
 
-    def positions(self, device: torch.device) -> Tensor:
+    def position_ids(self, device: torch.device) -> Tensor:
         """Return the positions of all tokens; those of the image's tokens begin with a 1."""
-        noise = super().positions(device)
+        noise = super().position_ids(device)
         return torch.cat([noise, pad(noise[:, 1:], (1, 0), value=1)])

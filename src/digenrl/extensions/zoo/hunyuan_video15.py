@@ -100,12 +100,12 @@ class HunyuanVideo15Codec(DiffusersCodec):
     vae_stride = 16
     temporal_stride = 4
 
-    def trimmed(self, condition: Condition) -> Condition:
+    def trim_condition(self, condition: Condition) -> Condition:
         """Trim text and letters, each by its own mask. If neither branch has letters, none are
         left."""
         letters = {key: value for key, value in condition.items() if GLYPH in key}
         words = {key: value for key, value in condition.items() if key not in letters}
-        return super().trimmed(words) | super().trimmed(letters)
+        return super().trim_condition(words) | super().trim_condition(letters)
 
     def pipeline_components(self) -> dict[str, object]:
         """Return the components with an empty autoencoder: the pipeline asks for its strides even

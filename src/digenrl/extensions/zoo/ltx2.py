@@ -126,7 +126,7 @@ class LTX2Policy(DiffusersPolicy):
     unread = frozenset({"video_to_audio_attn", "audio_ff"})
     unused: ClassVar[tuple[str, ...]] = ("audio_proj_out", "audio_scale_shift_table")
 
-    def complete(self) -> None:
+    def add_family_parts(self) -> None:
         self.drawn = self.codec.video_tokens
 
     @classmethod

@@ -36,5 +36,5 @@ class LTX23Policy(LTX2Policy):
     unread = frozenset()
     unused = ()
 
-    def complete(self) -> None:
+    def add_family_parts(self) -> None:
         self.drawn = None

@@ -160,7 +160,7 @@ class MiniMaxH3Codec(DiffusersCodec):
         pipeline.load_components([*self.encoders], dtype=self.dtype, local_files_only=True)
         absent = [name for name in self.encoders if getattr(pipeline, name) is None]
         if absent:  # diffusers logs why
-            raise pretrained.missing(self.path, ", ".join(absent), "see the log")
+            raise pretrained.missing_error(self.path, ", ".join(absent), "see the log")
         return pipeline
 
     def encode_text(self, pipeline: DiffusionPipeline, text: str) -> dict[str, Tensor]:
@@ -246,7 +246,7 @@ class MiniMaxH3Policy(DiffusersPolicy):
     feed_forward = ("ff.net.0.proj", "ff.net.2")
     unused = ("audio_proj_out",)
 
-    def complete(self) -> None:
+    def add_family_parts(self) -> None:
         self.drawn = self.codec.video_rows
         self.shifts = [
             float(
@@ -264,7 +264,7 @@ class MiniMaxH3Policy(DiffusersPolicy):
         plain = sigmas / (video - (video - 1.0) * sigmas)
         return sound * plain / (1.0 + (sound - 1.0) * plain)
 
-    def paced(self, velocity: Tensor, sigmas: Tensor, following: Tensor) -> Tensor:
+    def pace_velocity(self, velocity: Tensor, sigmas: Tensor, following: Tensor) -> Tensor:
         """See `Policy.paced`."""
         steps = self.sound_levels(following) - self.sound_levels(sigmas)
         ratio = (steps / (following - sigmas)).view(-1, 1, 1).to(velocity)

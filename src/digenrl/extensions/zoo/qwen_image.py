@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from digenrl.models.flux import ATTENTION
-from digenrl.models.latents import pack, unpack
+from digenrl.models.latents import pack_latents, unpack_latents
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
-from digenrl.models.scales import denormalise, normalise
+from digenrl.models.scales import denormalise_latents, normalise_latents
 from digenrl.models.shared import require_template
 from digenrl.models.wording import Wording
 
@@ -58,12 +58,12 @@ class QwenImageCodec(DiffusersCodec):
         return {"text": pad(embeddings, (0, 0, 0, padding)), "mask": pad(mask.bool(), (0, padding))}
 
     def decode_latents(self, vae: AutoencoderKLQwenImage, latents: Tensor) -> Tensor:
-        images = denormalise(unpack(latents, *self.image_grid()).unsqueeze(2), vae.config)
+        images = denormalise_latents(unpack_latents(latents, *self.image_grid()).unsqueeze(2), vae.config)
         return vae.decode(images, return_dict=False)[0][:, :, 0]
 
     def encode_latents(self, vae: AutoencoderKLQwenImage, pixels: Tensor) -> Tensor:
-        latents = normalise(vae.encode(pixels.unsqueeze(2)).latent_dist.mode(), vae.config)
-        return pack(latents[:, :, 0])
+        latents = normalise_latents(vae.encode(pixels.unsqueeze(2)).latent_dist.mode(), vae.config)
+        return pack_latents(latents[:, :, 0])
 
     def check_encoders(self, pipeline: DiffusionPipeline) -> None:
         """Check that the template before the prompt is exactly the 34 tokens that the pipeline
@@ -106,10 +106,10 @@ class QwenImagePolicy(DiffusersPolicy):
         other."""
         return [(1, self.codec.height // 16, self.codec.width // 16)]
 
-    def guide(self, conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
+    def apply_guidance(self, conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
         """Apply guidance, rescaled token by token to the norm of the conditional velocity
         (diffusers QwenImagePipeline)."""
-        combined = super().guide(conditional, unconditional, scale)
+        combined = super().apply_guidance(conditional, unconditional, scale)
         norm = torch.linalg.vector_norm(conditional, dim=-1, keepdim=True)
         return combined * (norm / torch.linalg.vector_norm(combined, dim=-1, keepdim=True))
 
@@ -138,7 +138,7 @@ class QwenImageEditCodec(QwenImageCodec):
                 f"tokens of it, nothing is left for text; set it to {beside + 256} or more"
             )
         self.report_long_prompt(pipeline.tokenizer, wording.text, self.max_sequence_length - beside)
-        pixels = self.pixels(image).to(self._vae.device, self.vae_dtype)
+        pixels = self.image_pixels(image).to(self._vae.device, self.vae_dtype)
         return {
             **self._padded(embeddings, mask),
             "image": self.encode_latents(self._vae, pixels),

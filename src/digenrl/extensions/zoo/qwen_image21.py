@@ -22,7 +22,7 @@ from digenrl.models import pretrained
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
-from digenrl.models.scales import denormalise
+from digenrl.models.scales import denormalise_latents
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin
@@ -163,7 +163,7 @@ class QwenImage21Codec(DiffusersCodec):
 
     def decode_latents(self, vae: ModelMixin, latents: Tensor) -> Tensor:
         images = latents.transpose(1, 2).unflatten(2, (1, *self.image_grid()))
-        decoded = vae.decode(denormalise(images, vae.config), return_dict=False)[0][:, :, 0]
+        decoded = vae.decode(denormalise_latents(images, vae.config), return_dict=False)[0][:, :, 0]
         alpha = decoded[:, 3:] / 2 + 0.5
         return decoded[:, :3] * alpha + 1.0 - alpha
 

@@ -141,7 +141,7 @@ class WanExpertsPolicy(WanPolicy):
         high, low = networks
         return Experts(high, low, boundary)
 
-    def guidance(self, sigmas: Tensor) -> float | Tensor:
+    def cfg_scale_at(self, sigmas: Tensor) -> float | Tensor:
         """Return each expert's own scale [B, 1, 1, 1, 1]."""
         if self.guidance_scale_2 is None:
             return self.cfg_scale

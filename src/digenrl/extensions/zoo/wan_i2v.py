@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from digenrl.models.scales import normalise
+from digenrl.models.scales import normalise_latents
 from digenrl.models.wan import WanCodec, WanPolicy
 from digenrl.models.wording import Wording
 
@@ -35,11 +35,11 @@ class WanImageToVideoCodec(WanCodec):
         video that is grey behind its first frame.
         """
         picture = wording.images[0].fitted(self.height, self.width)
-        video = pad(self.pixels(wording.images[0]).unsqueeze(2), (0, 0, 0, 0, 0, self.frames - 1))
+        video = pad(self.image_pixels(wording.images[0]).unsqueeze(2), (0, 0, 0, 0, 0, self.frames - 1))
         encoded = self._vae.encode(video.to(self._vae.device, self.vae_dtype)).latent_dist.mode()
         given = torch.zeros(1, 4, *encoded.shape[2:], device=encoded.device)
         given[:, :, 0] = 1.0
-        frame = torch.cat([given, normalise(encoded.float(), self._vae.config)], dim=1)
+        frame = torch.cat([given, normalise_latents(encoded.float(), self._vae.config)], dim=1)
         vision = pipeline.encode_image(picture, pipeline.image_encoder.device)
         return {**super().encode_wording(pipeline, wording), "vision": vision, "frame": frame}
 

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
-from digenrl.models.scales import unscale
+from digenrl.models.scales import unscale_latents
 from digenrl.models.shared import report_long_turn
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class ZImageCodec(DiffusersCodec):
         }
 
     def decode_latents(self, vae: AutoencoderKL, latents: Tensor) -> Tensor:
-        return vae.decode(unscale(latents, vae.config), return_dict=False)[0]
+        return vae.decode(unscale_latents(latents, vae.config), return_dict=False)[0]
 
 
 CHECKPOINT_NAMES: Names = {

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from digenrl.record.run_dir import replaced
+from digenrl.record.run_dir import atomic_replace
 from digenrl.report.page.gallery import strip
 from digenrl.report.page.style import BLUE, INK, VERMILION, paper_style
 from digenrl.report.pictures import Samples, read_samples, sample_files
@@ -57,7 +57,7 @@ def save_comparison(path: Path, before: Samples, after: Samples) -> None:
     """
     with paper_style():
         figure = comparison(before, after)
-        with replaced(path) as temporary:
+        with atomic_replace(path) as temporary:
             figure.savefig(temporary, format=path.suffix[1:])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from digenrl.record.run_dir import REPORT, replaced
+from digenrl.record.run_dir import REPORT, atomic_replace
 from digenrl.report.attempt import attempt
 from digenrl.report.page import html
 from digenrl.report.page.plots import draw_all
@@ -21,5 +21,5 @@ def draw(run: Run, summary: Summary, warnings: list[str]) -> None:
 
 
 def _write_page(path: Path, page: str) -> None:
-    with replaced(path) as temporary:
+    with atomic_replace(path) as temporary:
         temporary.write_text(page, encoding="utf-8", errors="replace")

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from digenrl.record.run_dir import BEFORE_AFTER, PLOTS, replaced
+from digenrl.record.run_dir import BEFORE_AFTER, PLOTS, atomic_replace
 from digenrl.report.attempt import attempt
 from digenrl.report.page import curves, timeline
 from digenrl.report.page.comparison import before_after
@@ -97,5 +97,5 @@ def _draw(run: Run, name: str, plot: Plot, pictures: dict[str, bytes]) -> None:
         figure.savefig(png, format="png")
     pictures[name] = png.getvalue()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path) as temporary:
+    with atomic_replace(path) as temporary:
         temporary.write_bytes(pictures[name])

@@ -38,7 +38,7 @@ from digenrl.config.help import Arguments, Folder, RunDirectory, own_command
 from digenrl.config.settings import Settings
 from digenrl.extensions.bench.files import Item, Suite, SuiteError, read_suite
 from digenrl.extensions.bench.statistics import Estimate, of_shares, of_values, over_tags
-from digenrl.record.run_dir import replaced, write_json
+from digenrl.record.run_dir import atomic_replace, write_json
 from digenrl.record.small_file import json_of, read_text
 from digenrl.reward_command import reward_config, reward_suite
 
@@ -208,7 +208,7 @@ def benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
             "seed": request.seed,
         }
         for group in ("model", "sampling"):
-            plain = settings.plain()[group]
+            plain = settings.as_plain()[group]
             made_with |= {f"{group}.{key}": value for key, value in plain.items()}
         made_with["weights"] = weights
         _same_settings(folders[name], made_with)
@@ -308,7 +308,7 @@ def _scorer(work: BenchmarkWork, stack: ExitStack) -> Scorer | None:
     """Return the scorer of the images; None if they are only made here."""
     request, suite, words = work.request, work.suite, work.words
     if request.reward is not None:
-        from digenrl.rewards.suite import combine
+        from digenrl.rewards.suite import combine_scores
         from digenrl.types import Prompt
 
         own = [
@@ -324,7 +324,7 @@ def _scorer(work: BenchmarkWork, stack: ExitStack) -> Scorer | None:
             import torch
 
             scores = rewards.score(torch.stack(images), [Prompt(item.prompt)] * len(images))
-            return [(float(value), "") for value in combine(scores, rewards.weights)]
+            return [(float(value), "") for value in combine_scores(scores, rewards.weights)]
 
         return by_reward
     if suite.name == "scenes":
@@ -422,8 +422,8 @@ def _make(work: BenchmarkWork, own: Sequence[Item], rank: int) -> None:
     from digenrl.strategy.checkpoint_io import read_checkpoint
     from digenrl.types import Prompt
 
-    policy = work.settings.build("model")
-    module = work.settings.build("algorithm", policy=policy)
+    policy = work.settings.build_group("model")
+    module = work.settings.build_group("algorithm", policy=policy)
     module.to(accelerator.device_kind())
     sampling, seed = sampling_spec(work.settings), work.request.seed
     for name, folder in work.folders.items():
@@ -468,7 +468,7 @@ def _write(files: Sequence[Path], media: torch.Tensor, suite: Suite, item: Item)
     for file, one in zip(files, media if len(files) == len(media) else media[None], strict=True):
         if file.exists():
             continue
-        with replaced(file) as unfinished:
+        with atomic_replace(file) as unfinished:
             if suite.kind.video:
                 write_mp4(unfinished, one)
             else:
@@ -505,7 +505,7 @@ def _numbers_of(work: BenchmarkWork) -> dict[str, Any]:
                 )
             if there := [value for value, _ in scores if not math.isnan(value)]:
                 values[name][item.key] = fmean(there)
-        with replaced(folder / IMAGES) as unfinished:
+        with atomic_replace(folder / IMAGES) as unfinished:
             unfinished.write_text(
                 "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             )

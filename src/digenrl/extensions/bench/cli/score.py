@@ -25,7 +25,7 @@ from digenrl import prompts
 from digenrl.config.command_settings import ScoreSettings
 from digenrl.images import ImageLimits
 from digenrl.reward_command import reward_command, reward_suite
-from digenrl.rewards.needs import unscorable
+from digenrl.rewards.needs import unscorable_prompts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,14 +51,14 @@ def score(settings: ScoreSettings) -> Path:
             f"{Path(settings.prompts).name} {len(asked)} prompts: give one prompt a file, in the "
             "files' order of name (2.png before 10.png)."
         )
-    if problems := unscorable(
-        settings.node("reward"), [(f"{settings.prompts}:{line}", prompt) for line, prompt in asked]
+    if problems := unscorable_prompts(
+        settings.node_at("reward"), [(f"{settings.prompts}:{line}", prompt) for line, prompt in asked]
     ):
         raise ValueError("\n".join(problems))
     suite: RewardSuite = reward_suite(settings)
     try:
         rows = list(_rows(settings, suite, files, [prompt for _, prompt in asked]))
-        failures = suite.failures()
+        failures = suite.failure_counts()
     finally:
         suite.close()
     for name, count in failures.items():
@@ -92,12 +92,12 @@ def _rows(
     """Return one entry of `scores` per file."""
     import torch
 
-    from digenrl.rewards.suite import combine
+    from digenrl.rewards.suite import combine_scores
 
     for group in _batches(settings, files, asked):
         media = torch.stack([entry[2] for entry in group])
         scores = suite.score(media, [entry[1] for entry in group], heldout=settings.heldout)
-        total = combine(scores, suite.weights)
+        total = combine_scores(scores, suite.weights)
         for row, (file, prompt, _) in enumerate(group):
             yield {
                 "file": file.name,

@@ -52,7 +52,7 @@ from digenrl.extensions.planner.plan_text import (
 from digenrl.extensions.planner.planner import Plan, PlanError, make_plan
 from digenrl.extensions.planner.reading import candidate_of, costing_of, drawn_of, given
 from digenrl.record.run_dir import TRACE, write_trace
-from digenrl.record.spans import perfetto
+from digenrl.record.spans import perfetto_events
 from digenrl.settle import allocated_ranks, settle_run, with_task_size
 
 NOTHING_FITS = 3
@@ -239,7 +239,7 @@ def booking_of(settings: PlanSettings) -> Booking:
     steps = settings.max_rl_steps
     if (settings.callbacks or {}).get("evaluation") is None:
         return Booking(steps, settings.plan.price_per_gpu_hour)
-    every = settings.node("callbacks.evaluation").every
+    every = settings.node_at("callbacks.evaluation").every
     times = 2 if not every else 1 + -(-steps // every)
     drawn = drawn_of(settings)
     return Booking(steps, settings.plan.price_per_gpu_hour, times, drawn)
@@ -251,7 +251,7 @@ def write(made: Made, plot: bool, run_dir: Path) -> Path:
     traced = evaluate(
         made.plan.costing, made.winner.candidate, made.plan.bound_s, exact=True, trace=True
     )
-    write_trace(run_dir / TRACE, perfetto(traced.result.spans))
+    write_trace(run_dir / TRACE, perfetto_events(traced.result.spans))
     if plot:
         from digenrl.report.page.timeline import gantt  # matplotlib
 

@@ -32,7 +32,7 @@ from digenrl.config.help_pages import command_help
 from digenrl.config.settings import Settings
 from digenrl.config.stored import read_stored
 from digenrl.extensions.planner.advice import PlannerAdvisor
-from digenrl.record.run_dir import replaced
+from digenrl.record.run_dir import atomic_replace
 from digenrl.report.read_run import read_run
 from digenrl.report.stages import UNITS, unit_seconds
 from digenrl.settle import with_task_size
@@ -82,7 +82,7 @@ def main(words: Sequence[str]) -> int:
     table = measure(composed.settings)
     print("\n".join(lines(table)))
     path = run_dir / "profile.yaml"
-    with replaced(path) as unfinished:
+    with atomic_replace(path) as unfinished:
         unfinished.write_text(snippet(table, pool, composed), encoding="utf-8")
     print(path)
     return 0
@@ -93,7 +93,7 @@ def _profile_run(keys: ProfileKeys, _: Sequence[str]) -> None:
     pool = chosen_pool(read_stored(run.path, "run")[0].hardware, keys.pool)
     path = run.path / "profile.yaml"
     text = yaml.safe_dump({"seconds": {s: {pool: value} for s, value in unit_seconds(run).items()}})
-    with replaced(path) as unfinished:
+    with atomic_replace(path) as unfinished:
         head = f"# Seconds per unit, recorded by the run {run.path.name}\n"
         unfinished.write_text(head + text, encoding="utf-8")
     print(f"{text}{path}")
@@ -133,9 +133,9 @@ def measure(settings: Settings) -> dict[str, Measured]:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(settings.seed)
     device = torch.device(accelerator.device_kind())
-    policy = settings.build("model").to(device)
-    rewards = settings.build("reward")
-    module = settings.build("algorithm", policy=policy).to(device)
+    policy = settings.build_group("model").to(device)
+    rewards = settings.build_group("reward")
+    module = settings.build_group("algorithm", policy=policy).to(device)
     module.train()
     module.on_train_start()  # algorithms that keep copies of the weights make them here
     engine = engine_of(settings, module, rewards)
@@ -185,11 +185,11 @@ def training_batch(trajectory: Trajectory, spec: Any, weights: Mapping[str, floa
     import torch
 
     from digenrl.schedule.claims import Claim
-    from digenrl.transport.cells import Part, pack
+    from digenrl.transport.cells import Part, pack_cells
     from digenrl.types import TrainBatch
 
     steps = range(len(trajectory.steps))
-    block = Part(pack(trajectory, steps, Claim(0, 0, 0), 0.0)).block(steps[: spec.tsp_batch])
+    block = Part(pack_cells(trajectory, steps, Claim(0, 0, 0), 0.0)).cell_block(steps[: spec.tsp_batch])
     ranks = torch.linspace(0.0, 1.0, spec.group_size).repeat(
         spec.prompts, 1
     )  # unequal, so that every loss term counts

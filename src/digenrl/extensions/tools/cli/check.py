@@ -32,7 +32,7 @@ from rich.text import Text
 from digenrl import config as configuration
 from digenrl.cli.extensions import choose_advisor
 from digenrl.config.commands import shell_command
-from digenrl.config.help import show, wants_help
+from digenrl.config.help import show_page, wants_help
 from digenrl.config.help_pages import command_help
 
 Level = Literal["ok", "warning", "fix"]
@@ -168,7 +168,7 @@ def needs(words: Sequence[str]) -> Iterator[Finding]:
     except configuration.ConfigError as error:
         yield from (Finding("configuration", "fix", problem) for problem in error.problems)
         return
-    for need in missing.needs(composed, choose_advisor()):
+    for need in missing.find_needs(composed, choose_advisor()):
         yield Finding(need.subject, "fix" if need.missing else "ok", need.text)
 
 
@@ -183,7 +183,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 def main(words: Sequence[str] = ()) -> int:
     """Print every finding; exit code 1 if something must be fixed first."""
     if wants_help(words):
-        show(command_help(__doc__))
+        show_page(command_help(__doc__))
         return 0
     checks = (partial(needs, words),) if words else CHECKS
     findings = [finding for check in checks for finding in check()]

@@ -19,7 +19,7 @@ from typing import Any
 
 from digenrl import config as configuration
 from digenrl.config.help import Arguments, own_command
-from digenrl.config.words import pasted
+from digenrl.config.words import shell_word
 from digenrl.extensions.tools.downloads import IGNORED, Download, downloads
 from digenrl.extensions.tools.published import SETS, check
 
@@ -147,7 +147,7 @@ def _download(wanted: Download) -> str:
     from huggingface_hub import snapshot_download
 
     folder = Path(snapshot_download(wanted.repository, **_chosen(wanted)))
-    return pasted(wanted.key, folder / wanted.files[0]) if wanted.to_set else ""
+    return shell_word(wanted.key, folder / wanted.files[0]) if wanted.to_set else ""
 
 
 def _prompts(name: str) -> str:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from digenrl.config.compose import group_options, own_directories, with_search_path
-from digenrl.config.errors import nearest
-from digenrl.config.help import show, wants_help
+from digenrl.config.errors import nearest_name
+from digenrl.config.help import show_page, wants_help
 from digenrl.config.help_pages import command_help
 from digenrl.config.shipped import config_directory
 
@@ -22,7 +22,7 @@ from digenrl.config.shipped import config_directory
 def main(words: Sequence[str]) -> int:
     """Print the list. Returns exit code 2 when there is no such group."""
     if wants_help(words):
-        show(command_help(__doc__))
+        show_page(command_help(__doc__))
         return 0
     given = with_search_path(words)
     directories = [config_directory(), *own_directories(given)]
@@ -30,7 +30,7 @@ def main(words: Sequence[str]) -> int:
     asked = [word.rstrip("=") for word in given if not word.startswith("hydra.")]
     unknown = [name for name in asked if name not in options]
     for name in unknown:
-        close = nearest(name, options)
+        close = nearest_name(name, options)
         hint = f"nearest: {close}" if close else f"groups: {', '.join(options)}"
         print(f"digenrl list {name}: no such group; {hint}.", file=sys.stderr)
     if unknown:
@@ -42,7 +42,7 @@ def main(words: Sequence[str]) -> int:
             for group in asked
             for name in options[group]
         ]
-    show("\n".join(lines))
+    show_page("\n".join(lines))
     return 0
 
 

@@ -21,7 +21,7 @@ from jinja2 import Environment, StrictUndefined
 from pydantic import Field
 
 from digenrl.config import config_directory, group_options
-from digenrl.config.errors import nearest
+from digenrl.config.errors import nearest_name
 from digenrl.config.help import Arguments, Folder, own_command
 
 SKELETONS = Path(__file__).with_name("skeletons")
@@ -73,7 +73,7 @@ def write(request: NewKeys) -> list[Path]:
     """
     kind, name = request.kind, request.name
     if kind not in KINDS:
-        close = nearest(kind, KINDS)
+        close = nearest_name(kind, KINDS)
         raise ValueError(
             f"kind = {kind}: there is none; "
             + (f"nearest: {close}." if close else f"use {', '.join(KINDS)}.")

@@ -24,7 +24,7 @@ from digenrl.config.commands import to_continue
 from digenrl.config.help import Arguments, RunDirectory, own_command
 from digenrl.extensions.votes.ballots import FOLDER, votes_wanted
 from digenrl.launchers.reaching import read_access
-from digenrl.record.run_dir import own_folder, printable, require_own
+from digenrl.record.run_dir import own_folder, printable_text, require_own
 
 _TOKEN = re.compile(r"[\w-]{20,64}")
 _OPENS = """<!DOCTYPE html><meta charset="utf-8"><meta name="referrer" content="no-referrer">
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{a_step} votes an RL step, {a_step * steps} in all", file=sys.stderr)
         if host != socket.gethostname():
             port = httpx.URL(address).port
-            print(printable(f"first: ssh -L {port}:127.0.0.1:{port} {host}"), file=sys.stderr)
+            print(printable_text(f"first: ssh -L {port}:127.0.0.1:{port} {host}"), file=sys.stderr)
         print(address, flush=True)
         here = host == socket.gethostname() and request.open
         if here and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
