@@ -226,6 +226,7 @@ def launch(spec: Launch) -> RunOutcome:
             # connect earlier wait in the backlog.
             server = StoreServer(listener, spec.handshake)
             ended.callback(server.close)
+            # -1: the launcher is no rank.
             control = Control(StoreClient(host, port, spec.handshake), rank=-1)
             control.set(CREDENTIALS, json.dumps(spec.credentials))
             door = open_door(spec.run_dir, host, port, spec.handshake.token, epoch)
