@@ -241,7 +241,7 @@ def launch(spec: Launch) -> RunOutcome:
             # On every path: also when the watch itself has failed.
             _kill(ranks, spec.limits)
         try:
-            # Before this function leaves the stack that closes the store.
+            # The store still answers here: the stack closes it at the end of this block.
             spec.on_end()
         except Exception as error:
             outcome = outcome if outcome.status == "failed" else _own_failure(error, logs)

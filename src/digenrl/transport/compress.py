@@ -102,7 +102,7 @@ class CodedLine(PeerLine):
         while (waiting := _unconfirmed(sock)) and time.monotonic() < began + _DRAINED_S:
             time.sleep(0.001)
         seconds = self._busy_s + time.monotonic() - began
-        # Nobody can tell, so count the connection as fast.
+        # The system does not tell, so count the connection as fast.
         if waiting is None:
             self.speed = math.inf
         elif seconds > _LEAST_S or self._sent > _LEAST_BYTES:
