@@ -117,6 +117,7 @@ def build(facts: Facts | str, folder: Path, seed: int = 0) -> Path:
     `folder`."""
     facts = require(facts)
     hide_progress_bars()
+    # The caller's random numbers go on as if nothing had been drawn.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = _pipeline(facts)
@@ -226,6 +227,7 @@ def _encoder(
     def resolved(value: object) -> Any:
         if isinstance(value, dict):
             return {key: resolved(item) for key, item in value.items()}
+        # "<vocabulary>" is the tokenizer's size, any other "<...>" the number of that token.
         if isinstance(value, str) and value.startswith("<"):
             return (
                 len(tokenizer)

@@ -114,9 +114,12 @@ def buckets(parameters: Mapping[str, Tensor]) -> list[Bucket]:
         name: _padded(parameter.numel() * parameter.element_size())
         for name, parameter in parameters.items()
     }
+    # Next power of two of 2 x total / most. Twice, because two neighbours together exceed `full`,
+    # and one alone may not.
     full = max(_BUCKET_BYTES, 1 << (-(-2 * sum(sizes.values()) // _MOST_BUCKETS) - 1).bit_length())
     plan = [Bucket()]
     for name, size in sizes.items():
+        # A parameter larger than `full` has a bucket of its own.
         if plan[-1].size and plan[-1].size + size > full:
             plan.append(Bucket())
         plan[-1].starts[name] = plan[-1].size
@@ -191,9 +194,11 @@ def publish(
             link.multicast(
                 routes, Message(MessageKind.WEIGHTS, meta | {"bucket": index}, {"data": data})
             )
+        # Hashed while the link's threads already send.
         digests.append(xxhash.xxh3_64_hexdigest(tensor_bytes(data)))
         tensors |= bucket.views(data, like)
     digest = _combined(digests)
+    # Before the digest goes out, since only the digest makes a version valid.
     agree(digest)
     link.multicast(routes, Message(MessageKind.WEIGHTS, meta | {"digest": digest}))
     return Version(number, digest, tensors)
@@ -213,6 +218,7 @@ def attest(parameters: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> str:
             flat, dtype = _whole(parameters[name]).reshape(-1), like[name].dtype
             for piece in flat.split(max(1, _PIECE_BYTES // dtype.itemsize)):
                 state.update(tensor_bytes(piece.to(dtype).cpu()))
+            # The zeros between two tensors of a bucket count too.
             size = flat.numel() * dtype.itemsize
             state.update(zeros[: _padded(size) - size])
         digests.append(state.hexdigest())
@@ -223,6 +229,7 @@ def attest(parameters: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> str:
 def take_part(parameters: Mapping[str, Tensor]) -> None:
     """Join the gathers of a `publish` on another rank, and do nothing more."""
     for bucket in buckets(parameters):
+        # In the order of `publish`: each gather is a collective of all trainers.
         for name in bucket.starts:
             _whole(parameters[name])
 
