@@ -39,6 +39,7 @@ class StoredClaims:
 
     def replace_owner(self, version: int, position: int, old: Owner | None, new: Owner) -> bool:
         return self._control.compare_set(
+            # The store takes "" for a key that nobody has set.
             _owner_key(version, position), "" if old is None else _join_fields(old), _join_fields(new)
         )
 
@@ -81,6 +82,7 @@ def work_of(control: Control, ranks: Iterable[int]) -> dict[int, Work | None]:
     leaves, or has not begun."""
     ranks = list(ranks)
     joined, *texts = control.get_all(["joined", *(f"work/{rank}" for rank in ranks)])
+    # A second round trip only in a run that ranks have joined.
     if joined:
         later = [int(rank) for rank in joined.split()]
         ranks, texts = ranks + later, texts + control.get_all([f"work/{rank}" for rank in later])
@@ -97,4 +99,5 @@ def _owner_key(version: int, position: int) -> str:
 
 
 def _join_fields(values: Owner | Work) -> str:
+    # repr() keeps every digit of a float.
     return ":".join(repr(value) for value in values)

@@ -79,6 +79,7 @@ class Control:
         """Mark `rank` as gone, and delete what it announced. Only the process that hosts the store
         may call this."""
         self.set(f"work/{rank}", "")
+        # Read, then write: safe only because one process alone writes this key.
         self.set("lost", " ".join(str(lost) for lost in sorted(self.lost_ranks() | {rank})))
 
     def lost_ranks(self) -> frozenset[int]:
@@ -111,6 +112,8 @@ class Control:
             PeerLost: `rank`, which was to set the key, died while the run goes on.
         """
         deadline = time.monotonic() + self._patience
+        # Short at first, because most keys are there within milliseconds; then 20 requests a
+        # second.
         pause = 0.001
         while (value := self.get(key)) is None:
             self.check_abort()
@@ -131,6 +134,7 @@ class Control:
             Aborted: somebody has aborted the run; the error has the cause.
         """
         try:
+            # The flag and the keys travel in one round trip.
             cause, *values = self.get_all(["abort", *keys])
         except StoreLost as error:
             raise Aborted(

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 from digenrl.cluster.sockets import end_when_unreachable
 
-_HELLO = struct.Struct("!4si32s")
+_HELLO = struct.Struct("!4si32s")  # magic, rank, nonce
 _MAGIC = b"DGR1"
 _NONCE_BYTES = _PROOF_BYTES = 32
 _WELCOME = b"+"
@@ -81,6 +81,7 @@ class Handshake:
                 sock.close()
                 raise
             else:
+                # From here on silence is no error. Keepalive finds a peer whose machine is gone.
                 sock.settimeout(None)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 end_when_unreachable(sock)
@@ -145,6 +146,7 @@ class AuthenticatedListener:
             purpose,
             welcome,
         )
+        # In order of arrival, so that the first one is the oldest.
         self._waiting: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -175,6 +177,7 @@ class AuthenticatedListener:
                     with suppress(OSError):
                         oldest.shutdown(socket.SHUT_RDWR)
                 self._waiting[sock] = None
+            # One thread for each, because a stranger may keep it waiting until the deadline.
             threading.Thread(
                 target=self._authenticate_connection, args=(sock,), name=self._purpose, daemon=True
             ).start()
@@ -207,6 +210,7 @@ def _read_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
     """
     found = b""
     while len(found) < size:
+        # A timeout of 0 would make the socket non-blocking.
         sock.settimeout(max(1e-3, deadline - time.monotonic()))
         piece = sock.recv(size - len(found))
         if not piece:

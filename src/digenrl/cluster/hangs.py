@@ -31,11 +31,14 @@ class HangDetector:
         threads of every rank do."""
         if self._limits.stage_factor is None:
             return {}
+        # `last`: what every thread did one observation ago.
         last, self._last = (
             self._last,
             {(r, stretch.thread): stretch for r, all_ in doing.items() for stretch in all_},
         )
         for place, stretch in last.items():
+            # A stretch that changed has ended. Its length sets the limit of its stage, for all
+            # ranks.
             if self._last.get(place) != stretch:
                 factor = (
                     self._limits.stage_factor
@@ -51,6 +54,7 @@ class HangDetector:
             timer = self._lasted.setdefault((rank, thread), ConditionTimer(2.0 * BEAT_EVERY_S))
             seconds = timer.observe(last.get((rank, thread)) == stretch)
             limit, key = self._stretch_limit(stretch)
+            # A thread that waits for others is excused here. Below, all of them together are not.
             if seconds > limit and not stretch.waits:
                 found.setdefault(
                     rank,
@@ -59,13 +63,14 @@ class HangDetector:
         # In a collective, who is late cannot be told from those that wait for it.
         also = {rank: [f"rank {other}" for other in found if other != rank] for rank in found}
         found = {rank: f"{cause}{_mention_others(also[rank])}" for rank, cause in found.items()}
+        # A rank that has reported no thread may be at work.
         waiting = all(doing.values()) and all(stretch.waits for stretch in self._last.values())
         if self._all_wait.observe(waiting and self._last == last) > self._limits.stage_floor_s:
             waits = ", ".join(
                 f"rank {rank}: {stretch.stage}" for (rank, _), stretch in self._last.items()
             )
             found.setdefault(
-                min(doing),
+                min(doing),  # no rank is guiltier than the others
                 f"hangs, as all ranks wait for each other ({waits}): nobody has been at work "
                 f"for {self._all_wait.seconds:.0f} s; {suggest_raising('limits.stage_floor_s')}",
             )

@@ -226,6 +226,7 @@ def launch_ranks(spec: Launch) -> RunOutcome:
             # connect earlier wait in the backlog.
             server = StoreServer(listener, spec.handshake)
             ended.callback(server.close)
+            # -1: the launcher is no rank.
             control = Control(StoreClient(host, port, spec.handshake), rank=-1)
             control.set(CREDENTIALS, json.dumps(spec.credentials))
             door = open_door(spec.run_dir, host, port, spec.handshake.token, epoch)
@@ -237,11 +238,14 @@ def launch_ranks(spec: Launch) -> RunOutcome:
         except Exception as error:
             outcome = _own_failure(error, logs)
         finally:
+            # On every path: also when the watch itself has failed.
             _kill_ranks(ranks, spec.limits)
         try:
+            # The store still answers here: the stack closes it at the end of this block.
             spec.on_end()
         except Exception as error:
             outcome = outcome if outcome.status == "failed" else _own_failure(error, logs)
+        # Last, because until here the monitor reports a launcher that is killed.
         monitor.stop()
         return outcome
 
@@ -266,6 +270,7 @@ def fork_rank(
     """Start a rank as a child of this process. In the child, `forget` closes what the rank must not
     inherit."""
     process = multiprocessing.get_context("fork").Process(
+        # os.getpid() is evaluated here, in the parent.
         target=_run_forked_rank, args=(rank_main, world, session, os.getpid(), forget)
     )
     with signals_blocked():
@@ -281,6 +286,7 @@ def _run_forked_rank(
     forget: Callable[[], None],
 ) -> None:
     """Run a forked rank that dies with the launcher."""
+    # Never collect what was born in the launcher: its threads do not exist here.
     gc.freeze()
     end_with_parent(signal.SIGKILL)
     # The kernel sends no signal for a parent that died between fork and prctl, so look once.
@@ -299,6 +305,7 @@ def run_rank(rank_main: RankMain, world: World, session: Session) -> int:
     log = session.run_dir / LOGS / f"rank-{world.rank:03d}.log"
     keep_memory()
     session.network.announce_interface(session.host)
+    # What is buffered belongs to the terminal, and not to the rank's log.
     sys.stdout.flush()
     sys.stderr.flush()
     file = open_log(log)
@@ -308,6 +315,7 @@ def run_rank(rank_main: RankMain, world: World, session: Session) -> int:
     mask_secrets()
     code = 0
     try:
+        # Before the body, which may load and compile for minutes.
         start_heartbeat(session, world)
         rank_main(world, session)
         control = Control(StoreClient(*session.store), world.rank)
@@ -339,6 +347,7 @@ def mask_secrets() -> None:
 
 def _print_redacted(write: Callable[[str], int], text: str) -> int:
     _or_nothing(partial(write, redact_text(text)))
+    # The length, as `write` promises, also when a full disk took nothing.
     return len(text)
 
 
@@ -403,6 +412,7 @@ class _Watch:
             self._handle_deaths(
                 {rank: code for rank, code in ended.items() if rank not in self._left}
             )
+            # After "done" the rollouts exit in any order, and none is missed.
             if self._outcome.status != "failed" and self._control.get("done") is None:
                 self._look_after_rollouts(left)
             alive = {rank: self._ranks[rank] for rank, code in codes.items() if code is None}
@@ -414,11 +424,12 @@ class _Watch:
                 ):
                     return RunOutcome("stopped", cause, EXIT_STOPPED)
                 return self._outcome
+            # Trainers without any rollout only wait for one to join: their silence is no hang.
             watched = [] if self._members.waiting else [*alive, *self._members.joined_elsewhere]
             for rank, cause in self._heartbeats.find_unresponsive(watched).items():
                 if rank in alive:
                     self._suspects[rank] = cause
-                    alive[rank].kill()
+                    alive[rank].kill()  # the next turn sees its exit
                 else:
                     self._fail_run(self._members.remove_rollout(rank, cause))
             self._obey_signals()
@@ -454,6 +465,7 @@ class _Watch:
         for rank, code in sorted(dead.items(), key=lambda item: (item[1] > 0, item[0])):
             cause = self._suspects.get(rank) or self._describe_death(rank, code)
             if cause is None:
+                # It stopped because of an abort, so the run's cause is that of the abort.
                 return self._fail_run(
                     self._control.get("abort") or f"{self._rank_name(rank)} exited with code {code}"
                 )
@@ -464,11 +476,13 @@ class _Watch:
     def _describe_death(self, rank: int, code: int) -> str | None:
         """Return how a dead rank ended ("was killed by ...", "raised ..."); None if it exited only
         because the run was over."""
+        # On another machine this code stands for every end without an exit code.
         if code < 0 and self._ranks[rank].pid is None:
             return f"is gone, with its process or its machine; see logs/rank-{rank:03d}.log"
         if code < 0:
             hint = ""
             if -code == signal.SIGKILL:
+                # The counter is that of a cgroup or a machine: a hint, and no proof.
                 short = oom_kills() > self._oom_kills
                 hint = (
                     "; the kernel ran out of memory"
@@ -512,6 +526,7 @@ class _Watch:
     def _fail_run(self, cause: str | None) -> None:
         """End the run because of `cause`, the first one. None changes nothing."""
         if cause is not None and self._outcome.status != "failed":
+            # Before the status changes: a failure after a request to stop is not tried again.
             self._outcome.died = (
                 self._outcome.status == "completed" and self._control.get("stop") is None
             )
@@ -559,6 +574,7 @@ class _Watch:
 
 
 def _kill_ranks(ranks: dict[int, RankProcess], limits: Limits) -> None:
+    # Kill all of them before the first wait, so that the waits overlap.
     for process in ranks.values():
         if process.exitcode is None:
             process.kill()

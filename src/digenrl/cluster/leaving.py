@@ -77,7 +77,9 @@ class Leaving:
                     control.set(f"left/{rank}", "1")
             self._last_words(cause)
 
+        # In a thread, so that a print that blocks delays the exit and does not prevent it.
         speaker = threading.Thread(target=report_last_words, name="last-words", daemon=True)
         speaker.start()
         speaker.join(_LAST_WORDS_S)
+        # No cleanup: the main thread is blocked in C and would not return.
         os._exit(1)

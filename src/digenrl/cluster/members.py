@@ -91,6 +91,7 @@ class Members:
         self._last_cause, self._hopeless = "", False
         self.last_one_left = False
         """Whether the rollout that went last left as it was asked to, and did not die."""
+        # The next free number. A rank that joins takes it by one atomic add.
         control.set("ranks", str(terms.trainers + terms.rollouts))
 
     @property
@@ -126,9 +127,11 @@ class Members:
             if rank not in self._known:
                 self._known.add(rank)
                 append_event(self._run_dir, JOINED, {"rank": rank})
+            # The watcher of the rank raises this counter every second.
             silent = self._silent[rank].observe(self._seen.get(rank) == beat)
             self._seen[rank] = beat
             refusal = None
+            # Closed connections are seen at once, a machine without power only by its silence.
             if rank not in connected:
                 cause = (
                     self._control.get(end_key(rank))
@@ -160,7 +163,9 @@ class Members:
             self._control.get(f"cause/{rank}"),
             Claims(StoredClaims(self._control), rank=-1),
         )
+        # Its own words, if it could still say them, beat what others saw of its end.
         cause = f"left: {self._granted[rank]}" if left else said or cause
+        # A rollout that raised an error would raise it again, so the run waits for no other.
         self._last_cause, self._hopeless = f"{self.rank_name(rank)} {cause}", said is not None
         self.last_one_left = left
         if not left and self._losses == self._terms.max_lost:
@@ -189,6 +194,7 @@ class Members:
         ):
             if number is None or rank in self._granted:
                 continue
+            # A run that may lose no rollout stops as a whole.
             if self._terms.max_lost == 0:
                 return int(number)
             if time.monotonic() > self._asked.setdefault(rank, time.monotonic()) + _TOGETHER_S:

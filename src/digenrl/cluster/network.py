@@ -78,6 +78,7 @@ class Network:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         for port in self._port_range():
             try:
+                # The backlog holds every rank that connects before somebody accepts.
                 return socket.create_server((host, port), family=family, backlog=4096)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
@@ -95,12 +96,14 @@ class Network:
         Without one, only gloo is told the interface that has `host`. Its own guess would follow the
         machine's name.
         """
+        # NCCL takes a name behind "=" exactly, and others as prefixes.
         if self.interface is not None:
             os.environ |= {
                 "GLOO_SOCKET_IFNAME": self.interface,
                 "NCCL_SOCKET_IFNAME": f"={self.interface}",
             }
         elif (name := self.interface_of(host)) is not None:
+            # setdefault, so that a setting of the user stays.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
     def interface_of(self, host: str) -> str | None:

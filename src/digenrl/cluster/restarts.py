@@ -46,6 +46,7 @@ class Restarts:
             return cause
         if earlier and finished >= self._steps:
             return f"{cause}; the run has died after its last RL step before ({earlier[0]})"
+        # A second death in the same step: the step itself is at fault.
         if earlier:
             return (
                 f"{cause}; RL step {finished + 1} is poison: the run has died in it before "

@@ -116,6 +116,7 @@ class StopSignals:
         self._patience = _NEVER
 
     def __enter__(self) -> Self:
+        # A stack of former handlers, because the context may be entered again inside itself.
         self._old = [
             *getattr(self, "_old", []),
             {number: signal.signal(number, self._handle_signal) for number in handled_signals()},

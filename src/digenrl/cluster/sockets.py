@@ -23,8 +23,9 @@ def end_when_unreachable(sock: socket.socket, seconds: float = UNREACHABLE_S) ->
     options = {
         "TCP_KEEPIDLE": _IDLE_S,
         "TCP_KEEPINTVL": _PROBE_EVERY_S,
+        # idle + interval x count = seconds
         "TCP_KEEPCNT": max(1, round((seconds - _IDLE_S) / _PROBE_EVERY_S)),
-        "TCP_USER_TIMEOUT": round(1e3 * seconds),
+        "TCP_USER_TIMEOUT": round(1e3 * seconds),  # milliseconds
     }
     for name, value in options.items():
         if (option := getattr(socket, name, None)) is not None:  # Linux has them all

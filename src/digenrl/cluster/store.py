@@ -44,6 +44,7 @@ class StoreServer:
     def __init__(self, listener: socket.socket, handshake: Handshake) -> None:
         self.host, self.port = listener.getsockname()[:2]
         self._values: dict[bytes, bytes] = {}
+        # Held for the whole of one request, which makes every request atomic.
         self._lock = threading.Lock()
         self._open: defaultdict[int, list[socket.socket]] = defaultdict(list)
         """rank -> its connections. Connections without a rank are not kept."""
@@ -194,6 +195,8 @@ class _Frames:
     def __init__(self, sock: socket.socket, looks: int | None = None) -> None:
         self._sock, self._looks, self._rest = sock, looks, b""
         if looks is not None:
+            # The kernel's timer. The socket stays blocking, and recv raises BlockingIOError on
+            # expiry.
             limit = struct.pack("ll", _LOOK_S, 0)  # struct timeval
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
@@ -229,6 +232,7 @@ class _Frames:
         silent = 0
         while True:
             try:
+                # One call usually brings a whole frame; what lies beyond is kept for the next one.
                 return self._sock.recv(1 << 16)
             except BlockingIOError:  # SO_RCVTIMEO has passed
                 silent += 1

@@ -77,6 +77,7 @@ def oom_kills() -> int:
     cgroups = dict(
         line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines()
     )
+    # cgroup v2, cgroup v1, the whole machine.
     for path in (
         f"/sys/fs/cgroup{cgroups.get('', '')}/memory.events",
         f"/sys/fs/cgroup/memory{cgroups.get('memory', '')}/memory.oom_control",
@@ -109,6 +110,7 @@ def start_heartbeat(session: Session, world: World, leaving: Leaving | None = No
     leaving = leaving or Leaving(session, world)
 
     def send_heartbeats() -> None:
+        # done: the trainers have ended the run, so that a store that vanishes is no loss.
         count, pause, done = 0, BEAT_EVERY_S, False
         try:
             # A connection of its own: a call of the main thread may block its client for long.
@@ -149,6 +151,7 @@ def process_facts(progress: Progress) -> dict[str, Any]:
     """Return `peak_gib` of this process (`Progress.peaks`), and how many `graphs` torch.compile has
     made in it."""
     gib = {stage: round(held / 2**30, 4) for stage, held in sorted(dict(progress.peaks).items())}
+    # Looked up, not imported: the import takes seconds, and most ranks do not compile.
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return {"peak_gib": gib, "graphs": dynamo.counters["stats"]["unique_graphs"] if dynamo else 0}
 
@@ -190,6 +193,7 @@ class HeartbeatMonitor:
                 > self._limits.suspended_s
             ):
                 found[rank] = f"stopped responding (process {self._pids[rank]} is suspended)"
+        # The rest changes once per second.
         if time.monotonic() < self._next:
             return found
         self._next = time.monotonic() + BEAT_EVERY_S
@@ -198,11 +202,13 @@ class HeartbeatMonitor:
             ranks, self._control.get_all([heartbeat_key(rank) for rank in ranks]), strict=True
         ):
             pid = self._pids.get(rank)
+            # Either of the two that moves is a sign of life.
             sign = (beat, cpu_seconds(pid))
             # Elsewhere nobody sees whether it computes: a library may hold Python's lock as long as
             # a stage may take.
             limit = self._limits.silent_s if pid is not None else self._limits.stage_floor_s
             said = f"stopped responding (it gave no sign of life for {limit:g} s)"
+            # Not started yet, as far as this machine can see.
             if pid is None and beat is None:
                 limit, key = self._limits.join_s, "limits.join_s"
                 said = f"has not joined (no sign of life for {limit:g} s; {suggest_raising(key)})"
@@ -217,6 +223,7 @@ class HeartbeatMonitor:
             for rank in hanging
             if self._pids.get(rank)
         }
+        # `found` comes last and wins: a rank that is gone is not called hanging.
         return {rank: cause + told.get(rank, "") for rank, cause in hanging.items()} | found
 
     def _ask_for_stacks(self, ranks: Sequence[int]) -> None:
@@ -259,6 +266,7 @@ class LauncherMonitor:
         self._process = context.Process(target=self._watch_launcher, args=(os.getpid(), on_death))
         with signals_blocked():
             self._process.start()
+        # The monitor alone reads.
         os.close(self._read)
 
     def close_in_rank(self) -> None:

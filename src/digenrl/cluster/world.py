@@ -102,6 +102,7 @@ class Session:
 class RoleEnvironment(ClusterEnvironment):
     """Lightning's view of the cluster: only the ranks of this process's role."""
 
+    # The ranks exist already, so Lightning starts none.
     creates_processes_externally, main_address, main_port = True, "127.0.0.1", 0
 
     def __init__(self, world: World) -> None:

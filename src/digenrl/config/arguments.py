@@ -107,6 +107,7 @@ def _find_definition(module: str, name: str, depth: int = 0) -> tuple[str, _Defi
     """Return the definition of `name` in `module`, following absolute imports from the same
     top-level package, and the module where it stands."""
     source = _module_file(module)
+    # The depth ends imports that go in a circle.
     if source is None or depth > 4:
         return None
     for item in _parse_body(source):
@@ -149,7 +150,7 @@ def _accepted_arguments(module: str, definition: _Definition, depth: int = 0) ->
     inherited: list[str] = []
     for item in definition.body:
         if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-            given = _parameter_names(item)[1:]
+            given = _parameter_names(item)[1:]  # without self
             if item.args.kwarg is None:
                 return given
             if not _passes_on(item):
@@ -164,6 +165,7 @@ def _accepted_arguments(module: str, definition: _Definition, depth: int = 0) ->
             if names is None:
                 return None
             inherited += names
+        # A base that cannot be looked up may accept anything.
         elif not (isinstance(base, ast.Name) and base.id in ("object", "Protocol", "ABC")):
             return None
     if any("dataclass" in ast.unparse(decorator) for decorator in definition.decorator_list):

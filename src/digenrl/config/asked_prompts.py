@@ -25,6 +25,7 @@ def evaluation_prompts(settings: Settings) -> Iterator[Placed]:
     for key, source in (("heldout_prompts", "data.heldout"), ("prompts", "data.prompts")):
         if (files := evaluation.get(key)) is not None:
             own = {"data.heldout": settings.data.heldout, "data.prompts": settings.data.prompts}
+            # Where the value is a copy, name the key that a user would change.
             key = source if files == own[source] else f"callbacks.evaluation.{key}"
             for number, placed in enumerate(_placed_prompts(key, files)):
                 if number == evaluation.get("max_prompts"):

@@ -66,6 +66,7 @@ class Whole(Closed):
     def from_tree(cls, tree: Mapping[str, object] | DictConfig) -> Self:
         """Return the settings of a resolved tree that passed every check."""
         config = tree if isinstance(tree, DictConfig) else OmegaConf.create(dict(tree))
+        # Read-only, so that nobody changes a value behind the typed fields.
         OmegaConf.set_readonly(config, True)
         settings = cls.model_validate(OmegaConf.to_container(config))
         settings._tree = config
@@ -101,6 +102,7 @@ class Whole(Closed):
     def with_values(self, values: Mapping[str, object]) -> Self:
         """Return these settings with other values, dotted key -> value. Copies of a key follow."""
         config = OmegaConf.create(self.as_plain())
+        # Copies become references, so that they follow the new values.
         link_copies(config)
         tree: Any = OmegaConf.to_container(config, resolve=False)
         for key, value in values.items():

@@ -41,6 +41,7 @@ def problems_of(
         allow: further packages that targets may name.
     """
     wrong = problems_by_key(schema_of(config_name), tree, known.unknown_message)
+    # A leaf that cannot be resolved is absent from the tree. Its own message says more.
     wrong = {key: text for key, text in wrong.items() if key not in unresolved} | unresolved
     return [
         *wrong.values(),
@@ -131,6 +132,7 @@ def _prompt_problems(tree: Mapping[str, Any], broken: Collection[str]) -> Iterat
         if f"data.{leaf}" in broken or data.get(leaf) is None:
             continue
         keys = {name: f"image_{name}" for name in vars(ImageLimits())}
+        # A bound that is itself wrong was reported, and its default holds here.
         bounds = {name: data[key] for name, key in keys.items() if f"data.{key}" not in broken}
         files, whole = list[tuple[prompts.PromptFile, float]](), True
         for name, weight in prompts.sources(data[leaf]):

@@ -53,6 +53,7 @@ def shell_command(
     given |= {_VARIABLES[key]: its[0] for _, key, *its in pairs if key in _VARIABLES}
     rest = shlex.join([word for word, key, *_ in pairs if key not in _VARIABLES])
     given |= {"ARGS": rest} if rest else {}
+    # make reads "$$" as "$".
     doubled = [f"{key}={text.replace('$', '$$')}" for key, text in given.items()]
     return shlex.join(["make", name, *doubled])
 

@@ -92,6 +92,7 @@ def parse_words(words: Sequence[str]) -> Words:
         try:
             override = read_word(word)
         except HydraException as error:
+            # Hydra's messages end with a link to its documentation.
             reason = redact_text(re.sub(r"\s+", " ", str(error).split("\nSee ")[0]))
             shown, name = redact_text(word), word.partition("=")[0]
             if is_secret_name(name):
@@ -120,6 +121,7 @@ def parse_words(words: Sequence[str]) -> Words:
                 parsed.groups.append(override)
         elif key.startswith("hydra/"):
             parsed.groups.append(override)
+        # The search path was read above, as `own`.
         elif key != _SEARCH:
             parsed.values.append(override)
     return parsed
@@ -135,6 +137,7 @@ def read_word(word: str) -> Override:
     except HydraException:
         key, is_pair, value = word.partition("=")
         means_text = not value.isascii() or value.startswith("~/") or key.lstrip("+") in _PATH_KEYS
+        # What begins as a list, a mapping or a quotation is meant as one.
         if not is_pair or not means_text or value[:1] in "[{'\"":
             raise
         return parser.parse_override(f"{key}={quote_value(value)}")
@@ -153,6 +156,7 @@ def own_directories(words: Sequence[str]) -> Iterator[Path]:
 
 def _directory_problems(own: Sequence[Path]) -> Iterator[str]:
     known = group_options(config_directory()) if own else {}
+    # Naming our own configs/ adds nothing.
     for directory in (path for path in own if path.resolve() != config_directory()):
         if not directory.is_dir():
             yield (
@@ -188,12 +192,14 @@ def compose_config(config_name: str, groups: Sequence[str], own: Sequence[Path] 
     Raises:
         ConfigError: Hydra refused the composition.
     """
+    # The caller changes the tree, and the cache keeps it.
     return copy.deepcopy(_compose_cached(config_name, tuple(groups), tuple(own)))
 
 
 # A sweep checks many jobs that differ in values alone; YAML does not change meanwhile.
 @functools.lru_cache(maxsize=16)
 def _compose_cached(config_name: str, groups: tuple[str, ...], own: tuple[Path, ...]) -> DictConfig:
+    # Hydra has one global state, in which an earlier composition left its own.
     GlobalHydra.instance().clear()
     search = (
         [f"{_SEARCH}=[{','.join(quote_value(f'file://{directory}') for directory in own)}]"]
@@ -217,6 +223,7 @@ def _composition_message(error: Exception, own: Sequence[Path]) -> str:
     if missing and (options := group_options(config_directory(), *own).get(missing[1])) is not None:
         where = re.search(r"In '([^']+)'", text)
         return (f"{where[1]}: " if where else "") + unknown_option(missing[1], missing[2], options)
+    # Without the lines in which OmegaConf says where in its tree it was.
     kept = [
         line.strip()
         for line in text.splitlines()
@@ -259,6 +266,7 @@ class KnownKeys:
         if close is not None:
             allowed = f", allowed: {self._schema[close].allowed}" if close in self._schema else ""
             return f"{key} = {shown}: no such key; nearest: {close}{allowed}."
+        # Climb to the nearest ancestor that exists, and list what it holds.
         parent = key.rpartition(".")[0]
         while parent and not any(name.startswith(f"{parent}.") for name in known):
             parent = parent.rpartition(".")[0]
@@ -323,6 +331,7 @@ def compose_words(words: Sequence[str], config_name: str) -> tuple[DictConfig, l
         raise ConfigError([*parsed.problems, *error.problems]) from error
     problems = [*parsed.problems, *apply_values(config, parsed.values, config_name)]
     _place_paths(config, config_name)
+    # Interpolations of `hydra:` read this when the tree is resolved.
     HydraConfig.instance().set_config(config)
     return config, problems
 

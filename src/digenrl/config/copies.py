@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.targets import walk_nodes
 
+# ${key}, ${..key} relative to the node, ${oc.select:key,default}.
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(?P<key>\.*[\w.\[\]-]+)(?:,[^{}]*)?\}")
 _NOTHING = object()
 
@@ -57,6 +58,7 @@ def link_copies(tree: DictConfig, copies: Mapping[str, object] | None = None) ->
         if not (isinstance(copy, str) and isinstance(source, str)):
             continue  # the schema refuses it, as it refuses `copies` that are no mapping
         values = [_value_at(tree, key) for key in (copy, source)]
+        # Values that differ: the copy was set by itself, and is a copy no longer.
         if _NOTHING not in values and values[0] == values[1]:
             OmegaConf.update(tree, copy, f"${{{source}}}", merge=False)
 
@@ -72,5 +74,6 @@ def _from_root(path: str, key: str) -> str:
     dots = len(key) - len(key.lstrip("."))
     if not dots:
         return key
+    # One dot is the node around the key, two dots the node around that.
     around = re.split(r"\.|(?=\[)", path)[:-dots]
     return ".".join([*around, key.lstrip(".")]).replace(".[", "[")

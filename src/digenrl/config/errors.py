@@ -18,6 +18,7 @@ class ConfigError(Exception):
     def __init__(self, problems: Sequence[str]) -> None:
         # Keys, values and names come from anywhere; a terminal must obey nothing in them.
         shown = ("\n".join(map(printable_text, problem.split("\n"))) for problem in problems)
+        # Several checks may say the same.
         every = tuple(dict.fromkeys(shown))
         self.problems, count = every[:MOST_SHOWN], len(every)
         title = (
@@ -48,6 +49,7 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     siblings = {
         its.rpartition(".")[2]: its for its in candidates if its.rpartition(".")[0] == parent
     }
+    # Reversed, so that of equal last parts the shortest path stays.
     leaves = {its.rpartition(".")[2]: its for its in reversed(candidates)}
     close = difflib.get_close_matches
     found = (

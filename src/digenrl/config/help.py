@@ -68,6 +68,7 @@ def read_arguments(
     problems += problems_by_key(schema, given, unknown_message).values()
     if problems:
         raise ConfigError(problems)
+    # Not strict: the values are text, of which pydantic makes numbers.
     return schema.model_validate(given), rest if others else []
 
 

@@ -72,6 +72,7 @@ def defaults_of(config_name: str) -> dict[str, str]:
         tree = primary
     found = {}
     for key in keys_of(schema_of(config_name)):
+        # `tree` stands for "no such key", because no key has it as a value.
         node = OmegaConf.select(tree, key, default=tree, throw_on_missing=False)
         if node is not tree and not OmegaConf.is_dict(node) and not OmegaConf.is_missing(tree, key):
             found[key] = show_value(node)

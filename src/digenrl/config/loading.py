@@ -117,6 +117,7 @@ def _load_checked(argv: Sequence[str], config_name: str, stored: Path | None) ->
             for name, value in HydraConfig.get().runtime.choices.items()
             if not name.startswith("hydra/")
         }
+        # Before the `hydra` node goes, in which the directory is an interpolation.
         run_dir = _run_dir()
         OmegaConf.set_struct(tree, False)
         del tree["hydra"]
@@ -124,8 +125,10 @@ def _load_checked(argv: Sequence[str], config_name: str, stored: Path | None) ->
         tree, completed = (
             read_stored(run, "resume") if stored is None else read_stored(stored, "run")
         )
+        # What the run stored, before this command line changes it.
         base, _ = resolve_tree(tree)
         _keep_own_prompts(tree)
+        # The words may change a source, and its copies follow.
         link_copies(tree)
         found = merge_words(tree, words, config_name)
         found += _taken_for_files(base, keys_set_by(words))
@@ -133,6 +136,7 @@ def _load_checked(argv: Sequence[str], config_name: str, stored: Path | None) ->
     allow, confirmed = (
         command_line_list(key, words, tree) for key in ("allow_targets", "confirm_hosts")
     )
+    # Before interpolations become values.
     copies = copies_of(tree)
     plain, unresolved = resolve_tree(tree)
     if run is None:  # paths that interpolations make
@@ -151,6 +155,7 @@ def _load_checked(argv: Sequence[str], config_name: str, stored: Path | None) ->
             problems += forbidden_changes(base, plain)
     if problems:
         raise ConfigError(problems)
+    # What the command line gave, and not what any YAML file holds.
     plain["allow_targets"], plain["confirm_hosts"] = allow, confirmed
     plain["copies"] = copies
     plain["resume"] = None if run is None else str(run)
@@ -214,6 +219,7 @@ def _run_dir() -> Path:
 def _check_writable(run_dir: Path) -> list[str]:
     """Return a message if `run_dir` cannot be made, judged by its nearest existing ancestor.
     Nothing is written."""
+    # Bytes of a path that are no UTF-8 are lone surrogates in Python.
     if any("\ud800" <= letter <= "\udfff" for letter in str(run_dir)):
         return [
             f"output_root: the path {str(run_dir)!a} is no UTF-8, and config.yaml could not hold "

@@ -77,9 +77,10 @@ def _make_fresh(wanted: Path) -> Path:
         *(wanted.with_name(f"{stem}-{first + k}") for k in range(1, _MAX_ATTEMPTS)),
     ]
     for candidate in candidates:
+        # mkdir decides, so that two runs of one second never share a directory.
         try:
             candidate.mkdir()
         except FileExistsError:
             continue
         return candidate
-    raise OSError(17, "every numbered name is taken", str(wanted))
+    raise OSError(17, "every numbered name is taken", str(wanted))  # EEXIST

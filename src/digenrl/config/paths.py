@@ -50,6 +50,7 @@ def absolute_paths(tree: object, config_name: str) -> Iterator[tuple[str, str]]:
         path for path, node in walk_nodes(tree) if isinstance(node, Mapping) and "_target_" in node
     }
     for path, value in walk_nodes(tree):
+        # "???" marks a value that is still to be given.
         if not isinstance(value, str) or value.strip() in ("", "???") or "${" in value:
             continue
         key = path.partition("[")[0]
@@ -102,6 +103,7 @@ def own_prompt_files(tree: Any, config_name: str) -> Iterator[tuple[str, str]]:
 def typed_paths(config_name: str) -> dict[str, str]:
     """Return the keys whose type is a path -> the kind of path."""
     keys = keys_of(schema_of(config_name)).items()
+    # `resume` is read, and made absolute, before there is a tree.
     return {key: its.path for key, its in keys if its.path is not None and key != "resume"}
 
 
@@ -111,12 +113,14 @@ def _lies_in(path: str, component: str) -> bool:
 
 def _of_component(name: str, path: str, value: str) -> str:
     if value.startswith(_MARKS):
+        # `~name` of an unknown user stays as it is.
         return absolute_path(value) if os.path.expanduser(value) != value or value[0] == "." else value
     if os.path.isabs(value):
         return value
     if name in _PROMPTS or (name == "file" and any(f".{key}[" in path for key in _PROMPTS)):
         return _prompt_file(value)
     named = name in NAMES and os.path.exists(value)
+    # A bare word stays a name, also where a file is called so.
     written = os.path.isfile(value) and ("/" in value or Path(value).suffix != "")
     return absolute_path(value) if named or written else value
 

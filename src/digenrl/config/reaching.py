@@ -78,6 +78,7 @@ def reaching_problems(tree: object, given: Collection[str]) -> Iterator[str]:
             if not str(key).isprintable()
         )
         target = node.get("_target_")
+        # Positional arguments would escape the checks by name.
         if "_args_" in node and isinstance(target, str) and target in known_components():
             yield f"{path}._args_: is refused; give the arguments of {target} by their names."
         if "serve" in node:
@@ -123,6 +124,7 @@ def _unasked_problem(path: str, value: object, what: str, given: Collection[str]
 def _serve_problems(path: str, node: Mapping[str, object], given: Collection[str]) -> Iterator[str]:
     """Yield what is wrong with how a judge is served that the run starts."""
     serve, model = node["serve"], node.get("model")
+    # The name becomes a word of the server's command line.
     if isinstance(model, str) and model.lstrip().startswith("-"):
         yield f"{path.rpartition('.')[0]}.model = {show_value(model)}: is an option, and no model."
     if serve is None:
@@ -141,6 +143,7 @@ def _logger_problems(path: str, target: str, node: Mapping[str, object]) -> Iter
     """Yield what is wrong with the arguments of a logger."""
     known = _LOGGER_ARGUMENTS[target]
     for key, value in node.items():
+        # `_args_` was refused above.
         if key not in (*known, *_HYDRA_KEYS, "_args_"):
             yield (
                 f"{path}.{key}: is refused, because a logger writes into the run's directory; "

@@ -69,6 +69,7 @@ def present_name(target: str) -> str:
 def removal_reason(key: str, value: object = None) -> str | None:
     """Return why `key`, a group around it, or this value of it was removed; None: it was not."""
     parts = key.split(".")
+    # The most specific name first: key=value, the key, each group around it.
     names = (f"{key}={value}", *(".".join(parts[:count]) for count in range(len(parts), 0, -1)))
     return next(
         (its for name in names for old, its in REMOVED.items() if fnmatchcase(name, old)), None

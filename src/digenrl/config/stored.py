@@ -82,6 +82,7 @@ def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
                 for path, value in foreign
             ]
         )
+    # Permissions are not inherited. Whoever resumes gives them again.
     tree["allow_targets"], tree["confirm_hosts"] = [], []
     for _, target, node in find_targets(tree):
         if isinstance(target, str):
@@ -175,6 +176,7 @@ def _drop_removed_keys(tree: DictConfig, path: str = "") -> list[str]:
     left_out = []
     for key, value in list(tree.items_ex(resolve=False)):
         its = path + str(key)
+        # A removed value has a reason of its own. It stays here, and is refused later.
         if (cause := removal_reason(its)) is not None and removal_reason(its, value) == cause:
             left_out.append(f"{its}={tree.pop(key)}")
         elif isinstance(value, DictConfig):
@@ -281,7 +283,7 @@ def forbidden_changes(
         if not may_change(key)
         and _top_group(key) != "copies"
         and not _same_path(before.get(key), after.get(key))
-        and MASK not in str(before.get(key))
+        and MASK not in str(before.get(key))  # a masked secret cannot be compared
     )
     if not keys:
         return []

@@ -84,6 +84,7 @@ def known_components() -> frozenset[str]:
     named = set(FOREIGN)
     for file in config_directory().rglob("*.yaml"):
         try:
+            # The C parser where there is one, because every file of configs/ is read.
             tree = yaml.load(
                 file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
             )
@@ -158,6 +159,7 @@ def instantiate(node: object, *arguments: object, **named: object) -> Any:
         found = hydra.utils.get_object(target)
         if target.partition(".")[0] in _OWN and not isinstance(found, type):
             raise PermissionError(f"{path or 'node'}: _target_ = {target} is no class.")
+        # Where it was defined, whatever name leads to it.
         home = f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', '')}"
         if target not in known_components() and not is_allowed(home, allow):
             raise PermissionError(

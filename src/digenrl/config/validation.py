@@ -54,7 +54,9 @@ def _read_group(node: Mapping[str, Any], groups: Mapping[str, Any], required: bo
     found: dict[str, Key | Tree] = {}
     for name, entry in node["properties"].items():
         needed = required and name in node.get("required", ())
+        # Groups under names of the user's choice, such as hardware.pools.NAME.
         named = entry.get("additionalProperties")
+        # A group that may be null is an "anyOf" of the group and null.
         inner = next(
             (variant["$ref"] for variant in entry.get("anyOf", [entry]) if "$ref" in variant), None
         )
@@ -122,6 +124,7 @@ def _kind_of(value: object) -> str:
     """Return the type of a value, in words."""
     if value is None:
         return "null"
+    # bool before int, of which it is a subclass.
     if isinstance(value, (bool, str, Mapping, list)):
         names = {bool: "true/false", str: "text", list: "a list"}
         return names.get(type(value), "a group of keys")
@@ -151,6 +154,7 @@ def problems_by_key(
         for one in error.errors():
             located = _locate_error(_tree_of(schema), one)
             found.setdefault(located.key, []).append(located)
+        # A value that may have several types has an error for each of them.
         return {
             key: _error_message(tree, min(errors, key=_error_rank), unknown)
             for key, errors in found.items()
@@ -172,6 +176,7 @@ class _Located:
 
 def _locate_error(node: Key | Tree | None, error: Mapping[str, Any]) -> _Located:
     path, where = list[str](), list(error["loc"])
+    # Behind a leaf pydantic adds names of union members, which are no keys.
     while where and isinstance(node, Mapping):
         path.append(str(where.pop(0)))
         node = node.get(path[-1], node.get(ANY_NAME))
@@ -191,6 +196,7 @@ def _error_message(tree: Any, located: _Located, unknown: Callable[[str, Any], s
     if error["type"] == "missing":
         meaning = f" ({said.meaning.rstrip('.')})" if said.meaning else ""
         return f"{key}: missing; allowed: {said.allowed}{meaning}."
+    # Times False, the text is empty.
     wrong = f"holds {error['input']!r}, which " * located.in_item + _complaint_text(error)
     value = functools.reduce(lambda node, part: node[part], key.split("."), tree)
     if (allowed := said.allowed).startswith("a group of keys") and error["input"] is not value:

@@ -19,6 +19,7 @@ def _check_component(node: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _at_most_all(shares: dict[str, float]) -> dict[str, float]:
+    # Sums such as 0.1 + 0.2 + 0.7 may exceed 1 by rounding.
     if sum(shares.values()) > 1.0 + 1e-9:
         raise ValueError("sums to more than 1")
     return shares
@@ -35,6 +36,7 @@ def _check_weights(files: list[dict[str, object]]) -> list[dict[str, object]]:
         file, weight = entry.get("file"), entry.get("weight")
         if entry.keys() != {"file", "weight"} or not isinstance(file, str) or not file.strip():
             raise ValueError(f"holds {entry}, expected {{file: path, weight: number}}")
+        # In Python a bool is an int.
         if (
             not isinstance(weight, (int, float))
             or isinstance(weight, bool)

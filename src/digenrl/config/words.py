@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 
+# What Hydra reads as text as it stands: no digit first, and no word of another type.
 _PLAIN = re.compile(r"(?!(?i:true|false|null|nan|inf)\Z)[A-Za-z_/][\w./:@%+-]*", re.ASCII)
 _QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 _LITERAL = ("hydra.run.dir", "hydra.sweep.dir")
@@ -21,6 +22,7 @@ def quote_value(text: str) -> str:
     >>> print(quoted("Dropbox (Lab)"), quoted("it's"), quoted("ends with \\"))
     'Dropbox (Lab)' 'it\'s' 'ends with \\'
     """
+    # Backslashes count only before a quote, and the closing quote is one.
     escaped = re.sub(r"(\\*)'", lambda found: found[1] * 2 + r"\'", text)
     escaped = re.sub(r"(\\+)\Z", lambda found: found[1] * 2, escaped)
     return f"'{escaped}'"
@@ -54,6 +56,7 @@ def shell_word(key: str, held: object) -> str:
     text = format_word(key, held)
     plain = shlex.quote(text)
     simple = not set(text) & set('"$`\\!')
+    # Double quotes are easier to read, where the shell changes nothing inside them.
     return f'"{text}"' if plain != text and simple else plain
 
 

@@ -54,6 +54,7 @@ class Adapter:
             for parameter in transformer.parameters():
                 parameter.data = parameter.data.to(wide_dtype(dtype))
             if keep_reference:
+                # After the cast, so that both compute alike.
                 self.frozen_copy = copy.deepcopy(transformer).requires_grad_(False)
             self.lora_layers: list[str] = []
         else:
@@ -70,6 +71,7 @@ class Adapter:
     def linear_sizes(self) -> dict[str, tuple[int, int]]:
         """Return the (input, output) features of every linear layer of the network."""
         return {
+            # peft puts the layer itself under `base_layer`, beside its factors.
             name.removesuffix(".base_layer"): (module.in_features, module.out_features)
             for name, module in self._transformer.named_modules()
             if isinstance(module, nn.Linear) and not isinstance(module, CastLinear)
@@ -98,8 +100,10 @@ class Adapter:
         for adapted in self._adapted:
             layer: Any = adapted
             for key, factor in (("start_a", layer.lora_A), ("start_b", layer.lora_B)):
+                # register_buffer refuses the name of an attribute that exists.
                 delattr(layer, key)
                 weight = factor[ADAPTER].weight.detach().clone()
+                # Not persistent: no checkpoint of a run holds it.
                 layer.register_buffer(key, weight, persistent=False)
 
     # ---- the base model

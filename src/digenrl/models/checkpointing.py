@@ -49,6 +49,7 @@ def enable_recompute(transformer: ModelMixin, blocks: Sequence[nn.Module], recom
     offload: Offload | None = None
     if OFFLOAD in modes.values():
         offload = Offload()
+    # diffusers calls it in place of torch's checkpoint, with a block and its arguments.
     transformer.enable_gradient_checkpointing(partial(_run_block, modes, offload))
 
 
@@ -73,10 +74,12 @@ def _keeps_output(least: float, _: Any, operator: Any, *args: Any, **kwargs: Any
     inputs per output."""
     first = _PRODUCTS.get(operator)
     if first is None:
+        # By name, because every backend of attention has an operator of its own.
         name = str(operator)
         kept = ("attention" in name or "flash_attn" in name) and "backward" not in name
     else:
         left: Tensor = args[first]
         right: Tensor = args[first + 1]
+        # [..., inner] x [inner, outer]: repeating costs `inner` for each output that is kept.
         kept = left.shape[-1] >= least * right.shape[-1]
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -136,8 +136,10 @@ class Codec(ABC):
                 encoded = self.encode_prompts(missing)
             for row, each in enumerate(missing):
                 self._embeddings[each] = {
+                    # A copy of the row, since a view would keep the whole batch alive.
                     key: value[row : row + 1].cpu().clone() for key, value in encoded.items()
                 }
+        # Most recently used last.
         for each in wanted:
             self._embeddings.move_to_end(each)
         condition = self._stack_rows(positive)
@@ -153,6 +155,7 @@ class Codec(ABC):
             image.role in ("image", "last_image") for prompt in prompts for image in prompt.images
         ):
             self.say_once("images", f"images of prompts are ignored: {self.family} reads none")
+        # After the rows are taken, because one call may ask for more than is kept.
         while len(self._embeddings) > CACHED_TEXTS:
             self._embeddings.popitem(last=False)
         return move_tensors(self.trim_condition(condition), self.device)
@@ -187,6 +190,7 @@ class Codec(ABC):
 
     def _stack_rows(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
         rows = [self._embeddings[each] for each in wordings]
+        # [1, ...] each -> [B, ...]
         return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
 
     def _negative_text(self, prompt: Prompt) -> str:

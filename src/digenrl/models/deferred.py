@@ -47,6 +47,7 @@ def build_empty(component: type[ModelMixin], path: str, subfolder: str, dtype: t
             network: nn.Module = component.from_config(config)
     finally:
         torch.set_default_dtype(usual)
+    # Layers that diffusers keeps in fp32, whatever dtype is asked for.
     exact = set(getattr(network, "_keep_in_fp32_modules", None) or ())
     for name, tensor in [*network.named_parameters(), *_kept_buffers(network)]:
         if tensor.is_floating_point():
@@ -74,6 +75,7 @@ def fill_parameters(
         PretrainedError: the checkpoint is absent, lacks a tensor, or has a tensor of another shape.
     """
     network._apply(
+        # empty_like of a sharded tensor takes memory for the local part alone.
         lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
     )
     stored = {prefix: _Stored(path, subfolder) for subfolder, prefix in subfolders.items()}
@@ -83,6 +85,7 @@ def fill_parameters(
             _copy_rows(parameter, factors.pop(name))
         else:
             prefix = next(prefix for prefix in stored if name.startswith(prefix))
+            # Under an adapter peft has moved the layer's own weight.
             original = name.removeprefix(prefix).replace(".base_layer.", ".")
             _copy_rows(parameter, stored[prefix].open_tensor(original, tuple(parameter.shape)))
     for name, (down, up) in (loaded or {}).items():
@@ -124,9 +127,11 @@ def _copy_rows(target: Tensor, source: Any) -> None:
     start, local = 0, target
     if isinstance(target, DTensor):
         local = target.to_local()
+        # The first dimension is sharded, so a shard is a run of rows.
         _, (start, *_) = compute_local_shape_and_global_offset(
             target.shape, target.device_mesh, target.placements
         )
+    # A small tensor may have no rows for this rank.
     if local.numel():
         local.copy_(source[start : start + local.shape[0]] if local.dim() else source[...])
 
@@ -141,6 +146,7 @@ class _Stored:
         self._files: Mapping[str, str] = (
             json.loads(index.read_text())["weight_map"] if index.is_file() else {}
         )
+        # Every file is opened once.
         self._open = cache(partial(safe_open, framework="pt"))
 
     def open_tensor(self, name: str, shape: tuple[int, ...]) -> object:

@@ -43,14 +43,18 @@ def attend_together(
     """
     mesh = parallel.context_parallel_config._ulysses_mesh
     group, ranks, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+    # [B, tokens of the rank, heads, d] -> [B, all tokens, heads / ranks, d]
     parts = [SeqAllToAllDim.apply(group, part) for part in own]
     tokens = parts[0].shape[1]
+    # This rank's heads of the common tokens: [B, common tokens, heads / ranks, d].
     heads = [part.chunk(ranks, dim=2)[rank] for part in common]
     query, key, value = (
         (torch.cat(pair, dim=1) for pair in zip(parts, heads, strict=True)) if heads else parts
     )
+    # [B, all and common tokens, heads / ranks, d]
     read = dispatch_attention_fn(query, key, value, attn_mask=mask, backend=backend)
     found = [read[:, :tokens]]
     if heads:  # every rank gets all heads of these tokens, for which they are sent once to each
         found.append(read[:, tokens:].repeat(1, ranks, 1, 1))
+    # [B, all tokens, heads / ranks, d] -> [B, tokens of the rank, heads x d]
     return [SeqAllToAllDim.apply(group, part, 1, 2).flatten(2, 3) for part in found]

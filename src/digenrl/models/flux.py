@@ -66,6 +66,7 @@ class LastBlock(FluxSingleTransformerBlock):
         joint_attention_kwargs: dict[str, object] | None = None,
     ) -> tuple[Tensor, Tensor]:
         text = encoder_hidden_states.shape[1]
+        # both [B, text and image tokens, d], gate [B, d]
         both, gate = self.norm(torch.cat([encoder_hidden_states, hidden_states], 1), emb=temb)
         named = joint_attention_kwargs or {}
         asked = self.attn(hidden_states=both, image_rotary_emb=image_rotary_emb, **named)[:, text:]
@@ -117,6 +118,7 @@ class FluxPolicy(DiffusersPolicy):
     @classmethod
     def joined(cls, networks: list[ModelMixin], path: str | None = None) -> ModelMixin:
         (network,) = networks
+        # Another class for the same weights, so that checkpoints keep their names.
         network.single_transformer_blocks[-1].__class__ = LastBlock
         return network
 
@@ -131,6 +133,7 @@ class FluxPolicy(DiffusersPolicy):
             guidance=guidance,
             pooled_projections=condition["pooled"],
             encoder_hidden_states=text,
+            # [text tokens, 3]: text has no place in the picture.
             txt_ids=torch.zeros(text.shape[1], 3, device=text.device, dtype=text.dtype),
             img_ids=self.position_ids(text.device).to(text.dtype),
             return_dict=False,
@@ -138,4 +141,5 @@ class FluxPolicy(DiffusersPolicy):
 
     def position_ids(self, device: torch.device) -> Tensor:
         """Return the positions of all tokens that `predict` is given, [tokens, 3]."""
+        # 16 pixels: 8 of the autoencoder times 2 of a patch.
         return token_positions(self.codec.height // 16, self.codec.width // 16, device)

@@ -28,6 +28,7 @@ def pack_latents(latents: Tensor) -> Tensor:
     """Pack [B, C, h, w] -> tokens [B, (h/2)(w/2), 4C]: each token is one 2x2 patch, channel-major
     (FLUX's layout)."""
     batch, channels, height, width = latents.shape
+    # [B, C, h/2, 2, w/2, 2] -> [B, h/2, w/2, C, 2, 2]
     patches = latents.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
     return patches.reshape(batch, (height // 2) * (width // 2), channels * 4)
 
@@ -35,6 +36,7 @@ def pack_latents(latents: Tensor) -> Tensor:
 def unpack_latents(tokens: Tensor, height: int, width: int) -> Tensor:
     """Invert `pack`: tokens [B, (h/2)(w/2), 4C] -> [B, C, height, width] in latent pixels."""
     batch, _, channels = tokens.shape
+    # [B, h/2, w/2, C, 2, 2] -> [B, C, h/2, 2, w/2, 2]
     patches = tokens.view(batch, height // 2, width // 2, channels // 4, 2, 2).permute(
         0, 3, 1, 4, 2, 5
     )

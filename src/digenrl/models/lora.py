@@ -58,16 +58,17 @@ class AdaptedLinear(LoraLinear):
     start_b: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        rows: Tensor = self.base_layer(x)
+        rows: Tensor = self.base_layer(x)  # [..., out]
         if not self._disable_adapters:
-            low: Tensor = self.lora_A[ADAPTER](x)
+            low: Tensor = self.lora_A[ADAPTER](x)  # [..., rank]
             up = self.lora_B[ADAPTER].weight
         elif self.start_a is not None and self.start_b is not None:
             low, up = nn.functional.linear(x, self.start_a.to(x.dtype)), self.start_b
         else:
             return rows
         # Cast first: a rank that only generates holds what the cast gives.
-        second = up.to(rows.dtype) * self.scaling[ADAPTER]
+        second = up.to(rows.dtype) * self.scaling[ADAPTER]  # [out, rank]
+        # rows + low x second^T in one pass over the output.
         return torch.addmm(rows.flatten(0, -2), low.flatten(0, -2), second.t()).view(rows.shape)
 
 
@@ -194,11 +195,13 @@ def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
             raise ValueError(
                 f"LoRA scale of {name} is {scale}, not alpha / rank = {spec.alpha / spec.rank}"
             )
+    # After the injection the factors alone require a gradient.
     for parameter in transformer.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(wide_dtype(parameter.dtype))
     for adapted_layer in adapted.values():
         layer: Any = adapted_layer
+        # Another class for the same modules, so that peft's names and its saving stay.
         layer.__class__ = AdaptedLinear
         layer.start_a = layer.start_b = None
         for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):

@@ -122,6 +122,7 @@ def _adapter_files(path: Path, components: Mapping[str, str]) -> list[tuple[Path
             (path / name.format(subfolder.removeprefix("transformer")), prefix)
             for subfolder, prefix in components.items()
         ]
+        # The first network's file decides. A file of the others may be absent.
         if of_parts[0][0].is_file():
             return [(file, prefix) for file, prefix in of_parts if file.is_file()]
     if (file := path / _OF_PEFT).is_file():
@@ -165,6 +166,7 @@ def _read_file(
                 if members is None or not (layer.down and layer.up):
                     found.unknown.append(name)
                     continue
+                # Names of another tool: the tensor has that tool's order of halves, too.
                 renamed = name not in linears and name not in own_names
                 turned = renamed and members[0].endswith(swapped)
                 _add_layer(opened, layer, members, prefix, spec, stated, wanted, linears, found, turned)
@@ -224,6 +226,7 @@ def _add_layer(
 ) -> None:
     """Add one layer of a file, which may be several of the network's."""
     down_size, up_size = (opened.get_slice(key).get_shape() for key in (layer.down, layer.up))
+    # Layers that the file holds as one have one input, and their outputs one after the other.
     inputs, outputs = linears[members[0]][0], sum(linears[member][1] for member in members)
     told = prefix + members[0]
     if len(down_size) != 2 or down_size[1:] != [inputs] or up_size != [outputs, down_size[0]]:
@@ -242,15 +245,18 @@ def _add_layer(
         return
     if turned:
         up = torch.cat(up.chunk(2)[::-1])
+    # kohya's tools state alpha beside each layer, others once. Unstated, it is the rank.
     scale = stated if stated is not None else 1.0
     if layer.alpha:
         alpha = _real_numbers(opened.get_tensor(layer.alpha))
+        # NaN is close to no scale, so the layer is refused below.
         scale = math.nan if alpha is None or alpha.numel() != 1 else float(alpha) / down_size[0]
     start = 0
     for member in members:
         rows = up[start : start + linears[member][1]]
         start += linears[member][1]
         if member not in wanted:
+            # Rows of zeros adapt nothing.
             if bool(rows.any()):
                 found.outside.append(prefix + member)
             continue
@@ -279,6 +285,7 @@ def _trim_rank(down: Tensor, up: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     were one in the file each has its own part of the rank."""
     if len(down) <= rank:
         return down, up
+    # Columns in use first, and otherwise in their order.
     order = up.any(dim=0).int().argsort(descending=True, stable=True)
     used = int(up.any(dim=0).sum())
     kept = order[: max(used, rank)].sort().values
@@ -301,6 +308,7 @@ def _stated_scale(file: Path, metadata: Mapping[str, str], keys: list[str]) -> f
             f"{file} is of PEFT, whose alpha is in {_PEFT_CONFIG}: put that file beside it"
         )
     if any(key.endswith(_OWN) for key in keys):
+        # RUN/checkpoints/NAME/policy.safetensors
         config = file.parent.parent.parent / "config.yaml"
         try:
             lora = read_plain(config)["model"]["lora"]
@@ -338,6 +346,7 @@ def _peft_scale(file: Path, stated: Mapping[str, object]) -> float:
     alpha, rank = stated.get("lora_alpha"), stated.get("r")
     if not isinstance(alpha, int | float) or not isinstance(rank, int) or rank < 1 or alpha <= 0:
         raise LoraFileError(f"{file} has lora_alpha = {alpha!r} and r = {rank!r}")
+    # Rank-stabilised LoRA (arXiv:2312.03732) divides by the root.
     return alpha / math.sqrt(rank) if stated.get("use_rslora") else alpha / rank
 
 

@@ -52,6 +52,7 @@ class Offload:
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         given = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
         kept = _Kept(block, given & self._given, self._last, tensors[0].device)
+        # Weak, so that the host memory goes with the block's part of the graph.
         self._last, self._given = weakref.ref(kept), given
         with saved_tensors_hooks(kept.pack, kept.unpack):
             output = block(*args)
@@ -79,6 +80,7 @@ class _Kept:
             and (two := one.before) is not None
             and two._copied is not None
         ):
+            # The host waits here, and so the device holds no third block.
             two._copied.synchronize()
 
     @property
@@ -110,8 +112,10 @@ class _Kept:
         if (before := self.before) is not None:
             before._bring_back()
         if self._copied is not None:
+            # The stream waits for the copies, and the host does not.
             torch.accelerator.current_stream(self._device).wait_event(self._copied)
         empty = torch.empty(0, dtype=packed.dtype, device=self._device)
+        # The view of the forward, on the storage that came back.
         return empty.set_(self._back[packed.storage], packed.offset, packed.shape, packed.stride)
 
     def record_copies(self) -> None:
@@ -123,10 +127,12 @@ class _Kept:
         if self._copied is None:
             return source.clone()
         side = _copy_stream(self._device)
+        # The copy begins when the tensor has been computed.
         side.wait_stream(torch.accelerator.current_stream(self._device))
         host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         with side:
             host.copy_(source, non_blocking=True)
+        # The allocator must not reuse this memory before the copy has read it.
         source.record_stream(side)
         return host
 

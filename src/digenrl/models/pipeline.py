@@ -151,6 +151,7 @@ class DiffusersPolicy(Policy):
         self.check_checkpoint(self.path)
         compute = self._compute_dtype(dtype, build)
         load = deferred.build_empty if empty else pretrained.load_component
+        # What is trained is held in fp32, a frozen base in the dtype of its forward.
         stored = torch.float32 if lora is None else compute
         transformer = self.joined(
             [load(self.transformer_class, self.path, part, stored) for part in self.components],
@@ -166,6 +167,7 @@ class DiffusersPolicy(Policy):
                 "guidance-distilled; set sampling.guidance_scale=1 and use model.true_cfg_scale"
             )
         self._attend_by(transformer, attention_backend or AUTO)
+        # Before adapters are added, whose factors are never quantized.
         if quantize is not None:
             blocks = chain.from_iterable(getattr(transformer, name) for name in self.block_lists)
             quantized.quantize_blocks(blocks, quantize)
@@ -195,6 +197,7 @@ class DiffusersPolicy(Policy):
             gradient_checkpointing=gradient_checkpointing,
             keep_reference=keep_reference,
         )
+        # An adapter names its layers; full fine-tuning would train the unread ones, too.
         if lora is None:
             self._freeze_unread()
         if compile:
@@ -232,6 +235,7 @@ class DiffusersPolicy(Policy):
         if (kind := settings.get("quantize")) is not None:
             quantized.require_library(kind)
         network = cls.network_config(settings)
+        # A packed token holds 2 x 2 latent pixels.
         channels = codec.channels * (4 if codec.packed else 1)
         if channels not in (network.get("in_channels"), network.get("out_channels")):
             raise ValueError(
@@ -310,11 +314,13 @@ class DiffusersPolicy(Policy):
             raise ValueError(f"sampling.steps={steps}: at least one denoising step is needed")
         config = dict(pretrained.scheduler_config(self.path))
         if self.shift is not None:
+            # A constant shift, and nothing else that would move the grid.
             config |= {"shift": self.shift, "use_dynamic_shifting": False, "shift_terminal": None}
         elif config.get("flow_shift") is not None:
             # Wan ships UniPC, whose flow_shift FlowMatchEuler would silently replace by 1.
             config |= {"shift": config["flow_shift"], "use_dynamic_shifting": False}
         scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
+        # 1, ..., 1/T: the scheduler shifts them and appends 0.
         sigmas = np.linspace(1.0, 1 / steps, steps) if self.grid == EXPLICIT else None
         mu = self._dynamic_shift(config, steps) if scheduler.config.use_dynamic_shifting else None
         scheduler.set_timesteps(steps if sigmas is None else None, sigmas=sigmas, mu=mu)
@@ -344,6 +350,7 @@ class DiffusersPolicy(Policy):
         dynamo = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_CASES)
         for block in self.wrap_units():
+            # A break of the graph is an error, and no slow run.
             block.compile(fullgraph=True)
 
     def _attend_by(self, transformer: ModelMixin, backend: str) -> None:
@@ -362,6 +369,7 @@ class DiffusersPolicy(Policy):
         if self.attention_backend != AUTO:
             return {"backend": self.attention_backend}
         width = getattr(self.transformer.config, "attention_head_dim", 128)
+        # [B, heads, tokens, d] of a call without a mask.
         rows = torch.empty(1, 1, 128, width, dtype=self.dtype, device=device)
         kernel = SDPBackend(torch._fused_sdp_choice(rows, rows, rows))
         return {"backend": "native", "kernel": kernel.name.lower()}
@@ -386,7 +394,7 @@ class DiffusersPolicy(Policy):
             for blocks, chosen, count in zip(cls.block_lists, layers, counts, strict=False)
             for i in range(count)
             for layer in chosen
-            if i < count - 1 or layer not in cls.unread
+            if i < count - 1 or layer not in cls.unread  # those of the last block get no gradient
         ]
 
     def _lora_spec(self, lora: Mapping[str, object], config: FrozenDict) -> LoraSpec:

@@ -124,6 +124,7 @@ class DiffusersCodec(Codec):
         4C] of packed latents."""
         if cls.packed:
             return ((height // 16) * (width // 16), cls.channels * 4)
+        # The first frame is a latent frame by itself.
         video = () if cls.temporal_stride is None else ((frames - 1) // cls.temporal_stride + 1,)
         return (cls.channels, *video, height // cls.vae_stride, width // cls.vae_stride)
 
@@ -244,6 +245,7 @@ class DiffusersCodec(Codec):
                 f"{self.height} x {self.width} pixels: override `decode_latents`, or `vae_stride` "
                 "where the VAE does not shrink by 8"
             )
+        # Videos: [B, C, F, H, W] -> [B, F, C, H, W].
         return media if self.temporal_stride is None else media.transpose(1, 2)
 
     @torch.no_grad()
@@ -269,6 +271,7 @@ class DiffusersCodec(Codec):
 
     def release_encoders(self) -> None:
         """Free the memory of encoders and VAE. The next use reads them again."""
+        # Cached properties are made again when their value is gone.
         self.__dict__.pop("_pipeline", None)
         self.__dict__.pop("_vae", None)
         if accelerator.device_count():
@@ -278,6 +281,7 @@ class DiffusersCodec(Codec):
         encoders = [
             module for module in self._pipeline.components.values() if isinstance(module, nn.Module)
         ]
+        # The VAE encodes the images of prompts.
         return [*encoders, self._vae] if self.reads else encoders
 
     @cached_property

@@ -102,6 +102,7 @@ class Policy(nn.Module, ABC):
         # Submodules of the policy alone: what moves, shards or saves it finds each network once.
         self.reference_transformer = self.adapter.frozen_copy
         self.transformer = transformer
+        # The blocks of a reference copy have no backward pass.
         trained = set(transformer.modules())
         checkpointing.enable_recompute(
             transformer,
@@ -255,6 +256,7 @@ class Policy(nn.Module, ABC):
         latents = latents.to(self.dtype)
         sigmas = sigmas.to(wide_dtype(self.dtype))
         positive = {key: value for key, value in condition.items() if not key.startswith(NEGATIVE)}
+        # With an adapter, frozen weights are stored in `dtype`, and its factors cast themselves.
         autocast = self.adapter.lora is None and self.dtype != wide_dtype(self.dtype)
         # Every weight is cast once per forward: a cache of the casts would only hold a second copy
         # of the network.
@@ -279,6 +281,7 @@ class Policy(nn.Module, ABC):
                 }
                 # [2B, *L] of latents [2B, *L] and sigmas [2B]
                 output = self.predict(torch.cat([latents] * 2), torch.cat([sigmas] * 2), both)
+        # The unconditional rows come first.
         unconditional, conditional = (self._velocity_of(latents, each) for each in output.chunk(2))
         return self.apply_guidance(conditional, unconditional, self.cfg_scale_at(sigmas))
 
@@ -291,6 +294,7 @@ class Policy(nn.Module, ABC):
                 "it must return the velocity in their shape: override `predict`, or "
                 "`latent_shape_of` of the codec"
             )
+        # [B, *L]
         return output.to(wide_dtype(output.dtype))
 
     @contextmanager

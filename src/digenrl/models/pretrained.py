@@ -77,6 +77,7 @@ def missing_error(path: str, file: str, reason: object) -> PretrainedError:
     Of `reason`, often an exception, the first line is said.
     """
     said, reason = reason, (str(reason).strip().splitlines() or [type(reason).__name__])[0]
+    # A hub id is OWNER/NAME.
     if Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
         return PretrainedError(
             f"model.path={path} has no {file} ({reason}). Expected a directory in diffusers layout "

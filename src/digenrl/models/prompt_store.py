@@ -93,9 +93,12 @@ class PromptStore:
             return 0
         self.directory.mkdir(parents=True, exist_ok=True)
         with self._lock_store(progress):
+            # Left by an owner that was killed: nobody else writes under this lock.
             for unfinished in self.directory.glob(f"*{_UNFINISHED}"):
                 unfinished.unlink(missing_ok=True)
+            # Again, because whoever held the lock may have encoded some.
             missing = self._missing_wordings(wanted)
+            # One entry after the other, so that an interrupted run keeps what it has.
             for wording, condition in zip(missing, encode(missing) if missing else (), strict=True):
                 self._write_entry(wording, condition)
                 progress()
@@ -129,6 +132,7 @@ class PromptStore:
             with unfinished.open("wb") as file:
                 file.write(save(tensors, facts))
                 file.flush()
+                # On the disk before the name appears, so that a crash leaves no torn file.
                 os.fsync(file.fileno())
             os.replace(unfinished, path)
         except BaseException:
@@ -139,6 +143,7 @@ class PromptStore:
     def _lock_store(self, progress: Callable[[], None]) -> Iterator[None]:
         with (self.directory / _LOCK).open("w") as file:
             seen = -1
+            # Tried again and again, so that the entries of the owner count as progress.
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -36,6 +36,7 @@ class QuantizedLinear(nn.Linear):
     """
 
     def __init__(self, layer: nn.Linear, kind: str) -> None:
+        # On meta: no memory for a weight that is replaced at once.
         super().__init__(layer.in_features, layer.out_features, device="meta")
         self.kind, self.bias = kind, layer.bias
         stored, scale = (_to_nf4 if kind == "nf4" else _to_int8)(layer.weight.detach())
@@ -46,7 +47,7 @@ class QuantizedLinear(nn.Linear):
         """Return the weight [O, I] in `dtype`."""
         scale: Any = self.scale
         if self.kind == "int8":
-            return self.weight.to(dtype) * scale.to(dtype)
+            return self.weight.to(dtype) * scale.to(dtype)  # [O, I] x [O, 1]
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
         size = torch.Size((self.out_features, self.in_features))
@@ -69,7 +70,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient @ ctx.layer.dequantized(gradient.dtype), None
+        return gradient @ ctx.layer.dequantized(gradient.dtype), None  # [..., O] x [O, I]
 
 
 def require_library(kind: str) -> None:
@@ -87,6 +88,7 @@ def quantize_blocks(blocks: Iterable[nn.Module], kind: str) -> None:
         del sys.modules["bitsandbytes"]
     for block in blocks:
         for name, module in list(block.named_modules()):
+            # A subclass may compute something else.
             if type(module) is nn.Linear:
                 block.set_submodule(name, QuantizedLinear(module, kind))
 
@@ -101,5 +103,6 @@ def _to_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return weights from -127 to 127, and the scale of each row."""
+    # [O, 1]. A row of zeros gets the least scale, so that 0 / 0 never arises.
     scale = (weight.abs().amax(1, True).float() / 127).clamp_min(torch.finfo(torch.float32).tiny)
     return (weight / scale).round().to(torch.int8), scale

@@ -37,7 +37,7 @@ def denormalise_latents(latents: Tensor, config: FrozenDict) -> Tensor:
 
 def _channel_statistics(latents: Tensor, config: FrozenDict) -> tuple[Tensor, Tensor]:
     """Return mean and deviation of each channel, in a shape that broadcasts."""
-    shape = (1, config.z_dim, 1, 1, 1)
+    shape = (1, config.z_dim, 1, 1, 1)  # broadcasts over [B, C, f, h, w]
     mean = torch.tensor(config.latents_mean, device=latents.device, dtype=latents.dtype).view(shape)
     std = torch.tensor(config.latents_std, device=latents.device, dtype=latents.dtype).view(shape)
     return mean, std

@@ -95,7 +95,7 @@ class SD3Policy(DiffusersPolicy):
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         return self.network(
             hidden_states=latents,
-            timestep=sigmas * 1000,
+            timestep=sigmas * 1000,  # the network counts from 0 to 1000
             encoder_hidden_states=condition["text"],
             pooled_projections=condition["pooled"],
             return_dict=False,

@@ -117,6 +117,7 @@ def build_pipeline(facts: Facts | str, folder: Path, seed: int = 0) -> Path:
     `folder`."""
     facts = require_facts(facts)
     hide_progress_bars()
+    # The caller's random numbers go on as if nothing had been drawn.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = _assemble_pipeline(facts)
@@ -226,6 +227,7 @@ def _make_encoder(
     def resolve_value(value: object) -> Any:
         if isinstance(value, dict):
             return {key: resolve_value(item) for key, item in value.items()}
+        # "<vocabulary>" is the tokenizer's size, any other "<...>" the number of that token.
         if isinstance(value, str) and value.startswith("<"):
             return (
                 len(tokenizer)

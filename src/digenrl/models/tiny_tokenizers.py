@@ -73,6 +73,7 @@ def t5() -> T5TokenizerFast:
     total = sum(pieces.values())
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
     words = [(piece, math.log(count / total)) for piece, count in sorted(pieces.items())]
+    # Far less likely than any word, so that words win.
     letters = [(chr(code), -20.0) for code in range(33, 127)] + [("▁", -20.0)]
     known = {piece for piece, _ in words}
     vocabulary = special + words + [letter for letter in letters if letter[0] not in known]
@@ -167,6 +168,7 @@ def _train_byte_level(
     special: list[str], templates: list[str] | None = None
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
     texts = training_corpus(templates)
+    # Special tokens must not be learned as pieces of words.
     for token in special:
         texts = [text.replace(token, "") for text in texts]
     return _train_bpe(_byte_level(), texts)
@@ -191,6 +193,7 @@ def _train_bpe(
                 pairs[pair] += counts[word]
         if not pairs:
             break
+        # The most frequent pair. The alphabet breaks ties, so that every machine agrees.
         best = min(pairs, key=lambda pair: (-pairs[pair], pair))
         merges.append(best)
         words = {word: _merge_pair(symbols, best) for word, symbols in words.items()}

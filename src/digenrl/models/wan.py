@@ -58,6 +58,7 @@ class _SelfAttention(WanAttnProcessor):
             attn.norm_k(attn.to_k(hidden_states)),
             attn.to_v(hidden_states),
         )
+        # [B, tokens of the rank, heads, d] each.
         query, key, value = (part.unflatten(2, (attn.heads, -1)) for part in states)
         rotated = [_apply_rotary(part, *rotary_emb) for part in (query, key)]
         (seen,) = attend_together(
@@ -69,7 +70,7 @@ class _SelfAttention(WanAttnProcessor):
 def _apply_rotary(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Apply the rotary embedding to [B, tokens, heads, d] by angles [1, tokens, 1, d], in which
     each angle appears twice."""
-    real, imaginary = states.unflatten(-1, (-1, 2)).unbind(-1)
+    real, imaginary = states.unflatten(-1, (-1, 2)).unbind(-1)  # [B, tokens, heads, d / 2]
     cosine, sine = cosines[..., ::2], sines[..., ::2]
     turned = real * cosine - imaginary * sine, real * sine + imaginary * cosine
     return torch.stack(turned, dim=-1).flatten(-2).type_as(states)
@@ -97,6 +98,7 @@ class WanCodec(DiffusersCodec):
         return vae.decode(denormalise_latents(latents, vae.config), return_dict=False)[0]
 
     def encode_latents(self, vae: AutoencoderKLWan, pixels: Tensor) -> Tensor:
+        # A picture is a video of one frame: [B, 3, 1, H, W].
         return normalise_latents(vae.encode(pixels.unsqueeze(2)).latent_dist.mode(), vae.config)
 
 
@@ -113,6 +115,7 @@ class WanPolicy(DiffusersPolicy):
     )
     feed_forward = ("ffn.net.0.proj", "ffn.net.2")
     checkpoint_names = CHECKPOINT_NAMES
+    # Tokens are split in front of the first block and gathered behind the last projection.
     context_plan: ClassVar[dict[str, Any]] = {
         "rope": {
             part: ContextParallelInput(split_dim=1, expected_dims=4, split_output=True)
@@ -148,7 +151,7 @@ class WanPolicy(DiffusersPolicy):
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         return self.network(
             hidden_states=latents,
-            timestep=sigmas * 1000,
+            timestep=sigmas * 1000,  # the network counts from 0 to 1000
             encoder_hidden_states=condition["text"],
             return_dict=False,
         )[0]

@@ -87,6 +87,7 @@ class BroadcastLink(SocketLink):
         self._audience = audience
         self._turns: queue.Queue[tuple[Routes, Message] | None] = queue.Queue()
         """Messages for the broadcast thread, with their routes; routes are empty on a rollout."""
+        # No group -> formed -> ended. A group that has ended is never formed again.
         self._group: dist.Backend | None = None
         self._ended = False
         self._kept: list[tuple[Routes, Message]] = []
@@ -95,9 +96,11 @@ class BroadcastLink(SocketLink):
         self._passed: tuple[int, float] = (0, -1.0)
         """Rollout: version and bucket of the last message that it has received."""
         self._stream: torch.Stream | None = None
+        # After the fields above, because the listener's threads may deliver a message at once.
         super().__init__(*args, **kwargs)
         self._sends = self._rank == audience.ranks[0]
         if self._sends:
+            # Trainer 0 alone has a bound. A rollout's reader must never wait here.
             self._turns.maxsize = self._depth
         self._thread = threading.Thread(target=self._process_turns, name="broadcast", daemon=True)
         self._thread.start()
@@ -130,11 +133,13 @@ class BroadcastLink(SocketLink):
         if _SHARED not in message.meta:
             return super()._deliver_message(message)
         self._pass_on(message)
+        # The broadcast thread delivers it, so that streams and broadcasts keep one order.
         return self._turns.put(({}, message))
 
     def _process_turns(self) -> None:
         try:
             if accelerator.is_own(self._audience.device):
+                # A stream of its own, so that a broadcast does not queue up behind the computation.
                 torch.accelerator.set_device_index(self._audience.device)
                 self._stream = torch.Stream(self._audience.device)
             with self._own_stream():
@@ -159,20 +164,26 @@ class BroadcastLink(SocketLink):
         peers = _reached_ranks(routes)
         members = peers.intersection(self._audience.ranks)
         self._kept.append((routes, message))
+        # If the group ends below, the whole version so far is sent again.
         again = self._kept
         try:
             if members and self._ensure_group(message) and self._broadcast_message(message):
+                # The others get it by socket now. Members may need it again until the digest is
+                # agreed on.
                 self._kept[-1] = dict.fromkeys(members, ()), message
                 super().multicast(dict.fromkeys(peers - members, ()), message)
                 again = []
             else:
+                # No group: this message alone goes as a stream.
                 again = self._kept[-1:]
         except _Over as cause:
             self._end_group(str(cause))
         lost = self._control.lost_ranks() if again else frozenset()
         for lacking, each in again:
+            # A lost rank relays nothing, so everybody that is left gets the message from here.
             left = dict.fromkeys(_reached_ranks(lacking) - lost, ()) if lost & _reached_ranks(lacking) else lacking
             super().multicast(left, replace(each, meta={**each.meta, _SHARED: None}))
+        # The digest is a version's last message.
         self._kept = [] if "digest" in message.meta else self._kept
 
     def _ensure_group(self, message: Message) -> bool:
@@ -187,6 +198,7 @@ class BroadcastLink(SocketLink):
         if self._group is None and message.tensors:
             ranks = list(self._audience.ranks)
             if None not in self._control.get_all([f"address/{rank}" for rank in ranks]):
+                # By socket: members begin to form the group when this arrives.
                 self._announce_broadcast({_SHARED: _FORM})
                 self._form_group()
                 by = dist.get_default_backend_for_device(self._audience.device)
@@ -206,6 +218,7 @@ class BroadcastLink(SocketLink):
         self._announce_broadcast({**message.meta, _SHARED: len(data)})
         with self._stage("send"):
             for piece in data.split(_PIECE_BYTES):
+                # gloo broadcasts from host memory, NCCL from the device.
                 self._broadcast_piece(
                     piece
                     if self._stream is None
@@ -261,12 +274,13 @@ class BroadcastLink(SocketLink):
             staged = torch.empty_like(piece, device=self._audience.device) if staging else piece
             self._broadcast_piece(staged)
             if staging:
-                piece.copy_(staged)
+                piece.copy_(staged)  # waits: the hash reads these bytes
             hasher.update(tensor_bytes(piece))
         return replace(message, tensors={"data": data}, digest=hasher.hexdigest())
 
     def _deliver_missing(self, message: Message) -> None:
         """Deliver a message that this rank lacks."""
+        # A digest has no bucket and comes after all of them: inf.
         place = int(message.meta["version"]), float(message.meta.get("bucket", math.inf))
         if place[0] != self._passed[0] or place[1] > self._passed[1]:
             self._passed = place
@@ -321,6 +335,7 @@ class BroadcastLink(SocketLink):
             raise _Over("this rank leaves")
         try:
             work = begin(group)
+            # Polled, because wait() cannot be interrupted when a member is lost.
             self._wait_until(work.is_completed, limit)
             work.wait()
         except (_Over, Aborted, StoreLost):

@@ -88,13 +88,14 @@ def pack_cells(trajectory: Trajectory, positions: Sequence[int], claim: Claim, s
     tensors: dict[str, Tensor] = {
         f"rewards/{name}": value for name, value in trajectory.rewards.items()
     }
+    # A rank without cells of this task gets the rewards alone.
     if positions:
         tensors |= {
-            "steps": trajectory.steps[list(positions)],
-            "sigmas": trajectory.sigmas,
-            "latents": at_positions(trajectory.latents),
+            "steps": trajectory.steps[list(positions)],  # [K]
+            "sigmas": trajectory.sigmas,  # [T + 1]
+            "latents": at_positions(trajectory.latents),  # [b, K, *L]
             "next_latents": at_positions(trajectory.next_latents),
-            "log_probs": at_positions(trajectory.log_probs),
+            "log_probs": at_positions(trajectory.log_probs),  # [b, K]
         }
         tensors |= {f"condition/{name}": value for name, value in trajectory.condition.items()}
         if trajectory.final is not None:
@@ -128,6 +129,7 @@ class Part:
     def cell_block(self, steps: Sequence[int]) -> CellBlock:
         """Return the cells at `steps` (positions among the trained steps), which must have been
         sent to this rank."""
+        # `steps` counts all trained steps, `index` those that were sent to this rank.
         index = torch.tensor([self.positions.index(position) for position in steps])
         t = self._tensors
         return CellBlock(
@@ -189,7 +191,7 @@ class StepBoard:
         self._useful, self._teaches = useful, teaches
         self._weights = dict(reward_weights)
         self._parts: dict[tuple[int, int], Part] = {}
-        self.rewards: dict[str, Tensor] = {}
+        self.rewards: dict[str, Tensor] = {}  # name -> [P, G]
         self.completed: set[int] = set()
         """Complete groups that are known to be trained, or known to be left out."""
         self.left_out: dict[int, str] = {}
@@ -225,6 +227,7 @@ class StepBoard:
             table[group, rows] = values
         if all((group, i) in self._parts for i in range(self._spec.tasks_per_group)):
             self._faults[group] = self._group_fault(group)
+            # With spare groups, one more complete group may decide about others that waited for it.
             for known in decided_groups(self._spec, self._faults):
                 if known not in self.completed:
                     self.completed.add(known)
@@ -259,6 +262,8 @@ class StepBoard:
     def of_fragment(self, table: Tensor, fragment: tuple[int, ...]) -> Tensor:
         """Return a fragment's rows of a table: [P, G] -> [portions of the fragment, samples of a
         portion]."""
+        # [P, G] -> [groups, slices, G / slices]. A fragment lies within one update, so within one
+        # slice.
         portions = table[self._spec.groups_of(fragment)].unflatten(1, (self._spec.slices, -1))
         return portions[:, fragment[0] // self._spec.prompts]
 
@@ -275,12 +280,14 @@ class StepBoard:
         ):
             parts = zip(spec.parts_of(portion), useful.split(spec.task_size), strict=True)
             keep |= {(group, part): rows for part, rows in parts}
+        # All ranks see all rewards, so all leave the same tasks out.
         placement = without_useless_tasks(
             self._place(fragment), frozenset(task for task, rows in keep.items() if not rows.any())
         )
         widths = [0] * len(placement[0])
         if self._lockstep:
             count = self._neighbours or len(placement)
+            # First rank of this rank's group of neighbours.
             begin = self._rank - self._rank % count
             # As many forwards as the neighbour with the most blocks: each forward is a collective.
             widths = [
@@ -307,10 +314,12 @@ class StepBoard:
         """
         trained = sum(group not in self.left_out for group in update_groups(self._spec, update))
         dropped = self._spec.zero_variance_groups == "drop"
+        # Each loss term was divided by all places, and only `trained` of them count.
         return self._spec.places / trained if trained and dropped else 1.0
 
     def made_under(self, fragment: tuple[int, ...]) -> list[tuple[int, Claim]]:
         """Return (version, claim) of every task that makes the fragment complete here."""
+        # Otherwise the fragment had to wait for other groups too.
         alone = self._spec.gap > 0 and not self._spec.selects
         groups = set(self._spec.groups_of(fragment)) if alone else range(self._spec.prompts)
         return [

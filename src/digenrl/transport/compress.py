@@ -77,10 +77,12 @@ class CodedLine(PeerLine):
     def _outgoing_bucket(self, message: Message) -> Message:
         number, index = message.meta["version"], message.meta["bucket"]
         data, base = message.tensors["data"], self._kept.pop(index, None)
+        # Measured, and fast enough as it is: keep nothing.
         if self.speed and not self.coding:
             return message
         self._kept[index] = number, data
         if not self.coding or base is None or len(base[1]) != len(data):
+            # Marked, so that the receiver too keeps it as the base of the next version.
             return _mark_coded(message, {}, message.tensors)
         began = time.monotonic()
         payload, facts = encode_difference(data, base[1])
@@ -92,16 +94,20 @@ class CodedLine(PeerLine):
         """Measure the connection after a version, or after a trajectory."""
         self._sent += sum(tensor.nbytes for tensor in message.tensors.values())
         self._busy_s += time.monotonic() - self._began
+        # More of this version follows. Measure after its last message.
         if "bucket" in message.meta:
             return
         began = time.monotonic()
+        # A write ends in the kernel of this machine. Wait until the peer's kernel has the bytes.
         while (waiting := _unconfirmed_bytes(sock)) and time.monotonic() < began + _DRAINED_S:
             time.sleep(0.001)
         seconds = self._busy_s + time.monotonic() - began
+        # The system does not tell, so count the connection as fast.
         if waiting is None:
             self.speed = math.inf
         elif seconds > _LEAST_S or self._sent > _LEAST_BYTES:
             speed = (self._sent - waiting) / max(seconds, 1e-6)
+            # Mean with the last estimate, so that one stall does not decide alone.
             self.speed = 0.5 * (speed + (self.speed or speed))
         if self._raw:
             self.codec_speed, self.left = self._raw / self._coding_s, self._sent / self._raw
@@ -110,6 +116,7 @@ class CodedLine(PeerLine):
     def accept_incoming(self, message: Message, sock: socket.socket) -> Message:
         coded = message.meta.get(_CODED)
         if coded is None:
+            # It came as it is, and then neither end keeps a base.
             if _is_numbered_bucket(message):
                 self._kept.pop(message.meta["bucket"], None)
             return message

@@ -28,6 +28,7 @@ def encode_difference(data: Tensor, base: Tensor) -> tuple[Tensor, dict[str, int
     """
     words = _as_words(data) ^ _as_words(base)
     moved = words != 0
+    # [2, moved]: all low bytes, then all high bytes, which zlib packs better than pairs.
     changes = words[moved].view(np.uint8).reshape(-1, 2).T
     parts = [zlib.compress(part.tobytes(), _LEVEL) for part in (np.packbits(moved), changes)]
     payload = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
@@ -41,7 +42,7 @@ def apply_difference(payload: Tensor, facts: dict[str, int], base: Tensor) -> Te
         ValueError, zlib.error: `payload` is no difference to bytes of this length.
     """
     raw, count = tensor_bytes(payload), len(base) // 2
-    where = _inflate_bytes(raw[: facts["where"]], -(-count // 8))
+    where = _inflate_bytes(raw[: facts["where"]], -(-count // 8))  # one bit a word
     changes = _inflate_bytes(raw[facts["where"] :], 2 * facts["moved"])
     moved = np.unpackbits(where, count=count).astype(bool)
     # Pinned as the base is: the bytes are on their way to the device.
@@ -56,6 +57,7 @@ def _as_words(data: Tensor) -> NDArray[np.uint16]:
 
 def _inflate_bytes(raw: memoryview, size: int) -> NDArray[np.uint8]:
     """Return the `size` bytes that `raw` holds. No more are made, whatever `raw` holds."""
+    # For zlib a limit of 0 is no limit.
     found = zlib.decompressobj().decompress(raw, max(1, size))
     if len(found) != size:
         raise ValueError(f"{len(found)} bytes where {size} were announced")

@@ -152,6 +152,7 @@ class SocketLink:
         self._opening, self._closing = threading.Lock(), threading.Event()
         listener = network.open_listener(host)
         self._acceptor = AuthenticatedListener(listener, handshake, _link_purpose(rank), self._read_messages)
+        # Only now can other ranks find the listener.
         control.set(f"address/{rank}", f"{host}:{listener.getsockname()[1]}")
         if not watched and rank > 0:
             self.open_outbox(0)  # which then sees this rank's death, also while nothing is sent
@@ -196,6 +197,7 @@ class SocketLink:
 
     def receive(self, timeout: float) -> Message | None:
         try:
+            # A negative timeout would be an error.
             item = self._inbox.get(timeout=timeout) if timeout > 0 else self._inbox.get_nowait()
         except queue.Empty:
             return None
@@ -217,6 +219,7 @@ class SocketLink:
 
     def close(self) -> None:
         self.drain(self._limits.leave_s)
+        # From now on a connection that ends is no news.
         self._closing.set()
         self._acceptor.close()
 
@@ -250,6 +253,7 @@ class SocketLink:
                         shown = line.prepare_outgoing(message)
                         _write_buffers(sock, buffers if shown is message else encode(shown))
                         line.note_written(shown, sock)
+        # The run goes on without this peer, and what is queued for it is dropped.
         except PeerLost:
             return
         except (OSError, Aborted) as error:
@@ -293,6 +297,7 @@ class SocketLink:
                 self._inbox.put(error)
         finally:
             sock.close()
+        # Without a launcher this rank is the judge of its peers.
         if not (
             self._watched
             or self._closing.is_set()

@@ -40,6 +40,7 @@ def machine_identity() -> str:
     namespace of process numbers, and the user. "": this system has no such memory."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        # Times False, the text is empty.
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}" * hasattr(
             os, "memfd_create"
         )
@@ -66,6 +67,7 @@ class SharedBuckets:
         data, version = message.tensors["data"], message.meta["version"]
         with self._lock:  # the peers' threads wait for the copy, and need no other
             if version != self._version:
+                # Drops the version before. Peers that still map it keep its memory alive.
                 self._version, self._newest = version, {}
             # The bucket holds `data`, so no other tensor can have its address.
             place = message.meta["bucket"], data.data_ptr()
@@ -114,10 +116,12 @@ class SharedLine(PeerLine):
         held, self._held = self._held, None
         if held is None:
             return
+        # The only byte that travels against the direction of a connection.
         answer = sock.recv(1)
         if not answer:
             raise ConnectionError("the peer closed the connection")
         if answer == _UNSEEN:
+            # The peer cannot open this process's descriptors. It gets bytes from now on.
             self._can = False
             write_message(sock, held[1])
 

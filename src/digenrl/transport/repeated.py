@@ -37,11 +37,12 @@ class Repeated:
             if digest in self._known:
                 known[name] = digest
                 del left[name]
+            # In the receiver's order, so that both ends forget the same entry.
             self._remember_tensor(digest, tensors[name])
         before, after = tensors.get("latents"), tensors.get("next_latents")
         chained = before is not None and after is not None and _is_chained(before, after)
         if chained and after is not None:
-            left["next_latents"] = after[:, -1:]
+            left["next_latents"] = after[:, -1:]  # [b, 1, *L]
         return left, {"names": list(tensors), "known": known, "chained": chained}
 
     def restore_repeated(self, left: Mapping[str, Tensor], facts: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -56,6 +57,7 @@ class Repeated:
                 tensors[name] = self._known[facts["known"][name]]
             self._remember_tensor(facts["known"].get(name) or _tensor_digest(tensors[name]), tensors[name])
         if facts["chained"]:
+            # [b, K, *L]: the latents after step k are those before step k + 1.
             latents = tensors["latents"]
             tensors["next_latents"] = torch.cat([latents[:, 1:], tensors["next_latents"]], dim=1)
         return {name: tensors[name] for name in facts["names"]}

@@ -30,7 +30,7 @@ def pack_state(task: Task, state: SampleState, claim: Claim) -> Message:
     for name in _KEPT:
         kept = getattr(state, name)
         if kept:
-            tensors[name] = torch.stack(kept)
+            tensors[name] = torch.stack(kept)  # [kept steps, b, ...]
     meta = {
         "task": asdict(task),
         "next_step": state.next_step,
@@ -61,6 +61,7 @@ class Suspended:
         try:
             meta = message.meta
             task = Task(**{name: int(value) for name, value in meta["task"].items()})
+            # The receiver goes on under the sender's attempt.
             claim = Claim(int(meta["position"]), rank, int(meta["attempt"]))
             return cls(message, task, claim, int(meta["next_step"]))
         except (KeyError, TypeError, ValueError) as error:

@@ -114,9 +114,12 @@ def plan_buckets(parameters: Mapping[str, Tensor]) -> list[Bucket]:
         name: _padded_size(parameter.numel() * parameter.element_size())
         for name, parameter in parameters.items()
     }
+    # Next power of two of 2 x total / most. Twice, because two neighbours together exceed `full`,
+    # and one alone may not.
     full = max(_BUCKET_BYTES, 1 << (-(-2 * sum(sizes.values()) // _MOST_BUCKETS) - 1).bit_length())
     plan = [Bucket()]
     for name, size in sizes.items():
+        # A parameter larger than `full` has a bucket of its own.
         if plan[-1].size and plan[-1].size + size > full:
             plan.append(Bucket())
         plan[-1].starts[name] = plan[-1].size
@@ -191,9 +194,11 @@ def publish(
             link.multicast(
                 routes, Message(MessageKind.WEIGHTS, meta | {"bucket": index}, {"data": data})
             )
+        # Hashed while the link's threads already send.
         digests.append(xxhash.xxh3_64_hexdigest(tensor_bytes(data)))
         tensors |= bucket.tensor_views(data, like)
     digest = _combined_digest(digests)
+    # Before the digest goes out, since only the digest makes a version valid.
     agree(digest)
     link.multicast(routes, Message(MessageKind.WEIGHTS, meta | {"digest": digest}))
     return Version(number, digest, tensors)
@@ -213,6 +218,7 @@ def compute_digest(parameters: Mapping[str, Tensor], like: Mapping[str, Tensor])
             flat, dtype = _whole_parameter(parameters[name]).reshape(-1), like[name].dtype
             for piece in flat.split(max(1, _PIECE_BYTES // dtype.itemsize)):
                 state.update(tensor_bytes(piece.to(dtype).cpu()))
+            # The zeros between two tensors of a bucket count too.
             size = flat.numel() * dtype.itemsize
             state.update(zeros[: _padded_size(size) - size])
         digests.append(state.hexdigest())
@@ -223,6 +229,7 @@ def compute_digest(parameters: Mapping[str, Tensor], like: Mapping[str, Tensor])
 def take_part(parameters: Mapping[str, Tensor]) -> None:
     """Join the gathers of a `publish` on another rank, and do nothing more."""
     for bucket in plan_buckets(parameters):
+        # In the order of `publish`: each gather is a collective of all trainers.
         for name in bucket.starts:
             _whole_parameter(parameters[name])
 

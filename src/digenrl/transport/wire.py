@@ -24,9 +24,9 @@ from torch import Tensor
 from digenrl import accelerator
 
 MAGIC = b"DGRL"
-_HEAD = struct.Struct("!4sHIH")
+_HEAD = struct.Struct("!4sHIH")  # magic, kind, bytes of meta, number of tensors
 MAX_DIMS = 8
-_ROW = struct.Struct(f"!BB{MAX_DIMS}Q")
+_ROW = struct.Struct(f"!BB{MAX_DIMS}Q")  # dtype code, number of dimensions, sizes
 DTYPES: tuple[torch.dtype, ...] = (
     torch.float32,
     torch.float64,
@@ -38,7 +38,7 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.bool,
 )
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-_PIECE = 1 << 20
+_PIECE = 1 << 20  # bytes that are read and hashed while they are in the cache
 MAX_META_BYTES = 16 << 20
 MAX_TENSORS = 4096
 

@@ -32,6 +32,7 @@ def relation_problems(tree: Tree, broken: Collection[str] = ()) -> list[str]:
     for rule in (*batches.RULES, *ranks.RULES, *methods.RULES, *people.RULES):
         try:
             problems += rule(view)
+        # Another check has said what is wrong with a key that this rule reads.
         except Absent:
             continue
     return problems

@@ -164,6 +164,7 @@ def _teacher_runs(get: View) -> Iterator[str]:
                 f"{key}.run = {run}: no such weights{looked}; name a finished run of the same "
                 "model, or its policy.safetensors."
             )
+        # `not >` refuses NaN too.
         if not weight > 0:
             yield f"{key}.weight = {weight}: must be above 0; leave the teacher out instead."
     if (levels := str(get("algorithm.train_steps._target_"))).endswith(".NoiseLevels"):

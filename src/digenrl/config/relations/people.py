@@ -38,6 +38,7 @@ def votes_of_step(config: Mapping[str, Any]) -> dict[str, int]:
     ]
     for name, entry in people_rewards(config.get("reward")).items():
         votes = sizes[2] * _as_count(entry["scorer"].get("per_sample"))
+        # An answer compares two samples, so it counts for both.
         found[name] = (sizes[0] + sizes[1]) * -(-votes // 2)
     return found
 

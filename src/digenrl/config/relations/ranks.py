@@ -99,6 +99,7 @@ def _rank_counts(get: View) -> Iterator[str]:
     trainers, rollouts = get("allocation.trainers"), most_rollouts(get("allocation.rollouts"))
     devices = sum(count for count, _ in pools.values())
     summary = ", ".join(f"{name}: {count} ({role})" for name, (count, role) in pools.items())
+    # `auto` takes one rank at least.
     needed = sum(number if isinstance(number, int) else 1 for number in (trainers, rollouts))
     if needed > devices:
         yield (
@@ -109,6 +110,7 @@ def _rank_counts(get: View) -> Iterator[str]:
         return
     for key, number, role in (("trainers", trainers, "trainer"), ("rollouts", rollouts, "rollout")):
         room = sum(count for count, its in pools.values() if its in ("auto", role))
+        # Colocated ranks may be on any pool.
         if rollouts != 0 and isinstance(number, int) and number > room:
             yield (
                 f"allocation.{key} = {number}: the hardware profile has {room} devices that may be "

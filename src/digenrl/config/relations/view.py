@@ -32,6 +32,7 @@ class View:
 
     def __init__(self, tree: Tree, broken: Collection[str]) -> None:
         self._tree = tree
+        # A broken "a.b.c" breaks "a" and "a.b" too, because a rule may read a whole group.
         self._broken = {
             part for key in broken for part in accumulate(key.split("."), "{}.{}".format)
         }
