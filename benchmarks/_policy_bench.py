@@ -47,7 +47,9 @@ from digenrl.schedule import Task
 from digenrl.transport.weights import adopt, publish
 from digenrl.types import CellBlock, Prompt, TrainBatch, move_tensors
 
-EXPERIMENTS = {model: facts_by_family()[family].measured["experiment"] for model, family in FAMILY.items()}
+EXPERIMENTS = {
+    model: facts_by_family()[family].measured["experiment"] for model, family in FAMILY.items()
+}
 """Model -> experiment whose sizes, guidance and loss are measured."""
 EAGER, COMPILED = ENGINES = ("eager", "compiled")
 GRADES = {"all": "false", "products": "products", "attention": "attention", "inputs": "true"}
@@ -208,12 +210,12 @@ def build(model: str, size: str, device: torch.device, how: Build, *words: str) 
         nn.Module.compile, **({"backend": "eager"} if device.type == "cpu" else {})
     )
     with random_weights(model, size, device), mock.patch.object(nn.Module, "compile", compiling):
-        policy: Policy = settings.settings.build_group("model").to(device)
+        policy: Policy = settings.settings.build("model").to(device)
     with torch.no_grad():
         for name, parameter in policy.adapter.trained_parameters().items():
             if "lora_B" in name:  # zero at first: the adapters would not show
                 parameter.normal_(std=0.01)
-    module = settings.settings.build_group("algorithm", policy=policy)
+    module = settings.settings.build("algorithm", policy=policy)
     module.train()
     module.on_train_start()
     grid = policy.sigma_grid(settings.settings.sampling.steps)
@@ -301,7 +303,7 @@ def encode(bench: Bench, unit: Unit) -> Row:
         for name, offload in (("seconds", False), ("moved_seconds", True)):
             policy.codec.offload_encoders = offload
             found[name] = _device.seconds(
-                lambda: policy.codec.encode_prompts(policy.codec.wordings([PROMPT])[0]),
+                lambda: policy.codec.encode_prompts(policy.codec.branch_wordings([PROMPT])[0]),
                 bench.device,
             )
     return found
@@ -371,12 +373,14 @@ def rl_step(bench: Bench, unit: Unit) -> Row:
     beside generation.
     """
     device, config, module = bench.device, bench.composed.settings, bench.module
-    rewards = config.build_group("reward")
+    rewards = config.build("reward")
     sampling = sampling_spec(config)
     engine = RolloutEngine(
         bench.policy, rewards, module.sde, module.train_steps, sampling, 0, module.needs_means
     )
-    spec = schedule_spec(config, module.train_steps.count(sampling.steps), trainers=1, rollouts=0)
+    spec = schedule_spec(
+        config, module.train_steps.count_trained(sampling.steps), trainers=1, rollouts=0
+    )
     optimizer = module.configure_optimizers()
     prompts = PromptData(config.data, 0).sampler.batch(0)
     parts = dict.fromkeys(("generate", "decode", "score", "train", "optimizer"), 0.0)
@@ -404,9 +408,9 @@ def rl_step(bench: Bench, unit: Unit) -> Row:
             trajectories = [future.result() for future in futures]
         for trajectory in trajectories:
             with part("train"):
-                batch = training_batch(move_tensors(trajectory, "cpu"), spec, engine.reward_weights).to(
-                    device
-                )
+                batch = training_batch(
+                    move_tensors(trajectory, "cpu"), spec, engine.reward_weights
+                ).to(device)
                 module.training_step(batch, 0).backward()
         with part("optimizer"):
             torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)

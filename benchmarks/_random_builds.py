@@ -27,7 +27,9 @@ from digenrl.models import tiny as tiny_builds
 
 TINY, REAL = "tiny", "real"
 FAMILY = {
-    next(iter(facts.models)): family for family, facts in facts_by_family().items() if facts.measured
+    next(iter(facts.models)): family
+    for family, facts in facts_by_family().items()
+    if facts.measured
 }
 """Model (configs/model) -> family, of those that are measured."""
 STD = 0.02
@@ -86,7 +88,11 @@ def encoder(family: str, name: str, size: str, path: str) -> nn.Module:
 
 def published(family: str, name: str) -> dict[str, Any]:
     """Return what differs from the tiny build at published size; {} where nothing does."""
-    part = tiny_builds.describe_part(facts_by_family()[family], name) if name in facts_by_family()[family].tiny else {}
+    part = (
+        tiny_builds.describe_part(facts_by_family()[family], name)
+        if name in facts_by_family()[family].tiny
+        else {}
+    )
     found: dict[str, Any] = part.get("published", {})
     return found
 

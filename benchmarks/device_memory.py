@@ -175,7 +175,11 @@ def _known(facts: Facts, model: str, sizes: dict[str, Any]) -> Facts:
     """Return the facts with these sizes of `model`, known under its name in this process."""
     wide = replace(facts, models={model: sizes})
     beside = of_module(_families.adapter(facts).__module__)
-    for known, name in ((beside, wide.family), (facts_by_family(), wide.family), (counted(), model)):
+    for known, name in (
+        (beside, wide.family),
+        (facts_by_family(), wide.family),
+        (counted(), model),
+    ):
         known[name] = wide  # type: ignore[index]
     _families.models()[model] = wide
     return wide

@@ -332,14 +332,16 @@ def ratio(name: str, *more: str) -> Ratio:
     composed = composed_of(name, *more)
     config = composed.settings
     torch.manual_seed(0)
-    policy: Policy = config.build_group("model")
+    policy: Policy = config.build("model")
     randomise(policy)
-    module = config.build_group("algorithm", policy=policy)
+    module = config.build("algorithm", policy=policy)
     module.train()
     module.on_train_start()
-    rewards = config.build_group("reward")
+    rewards = config.build("reward")
     engine = engine_of(config, module, rewards)
-    spec = schedule_spec(config, module.train_steps.count(config.sampling.steps), trainers=1)
+    spec = schedule_spec(
+        config, module.train_steps.count_trained(config.sampling.steps), trainers=1
+    )
     prompt = PromptData(config.data, config.seed).sampler.batch(0)[0]
     condition = policy.codec.encode([prompt])
     task = Task(step=0, index=0, group=0, first_sample=0, samples=spec.task_size, version=0)

@@ -282,14 +282,14 @@ class Loop:
         )
         config = config.with_values({"seed": seed})
         self.setting, self.seed = setting, seed
-        self.policy: MixturePolicy = config.build_group("model", seed=seed, **BASES[setting.base])
-        self.module: PolicyModule = config.build_group("algorithm", policy=self.policy)
+        self.policy: MixturePolicy = config.build("model", seed=seed, **BASES[setting.base])
+        self.module: PolicyModule = config.build("algorithm", policy=self.policy)
         if of_group:
             own = self.module
             self.module = BestOfGroup(
                 self.policy,
                 own.sde,
-                composed(ALGORITHMS["nft"][0]).build_group("algorithm.train_steps"),
+                composed(ALGORITHMS["nft"][0]).build("algorithm.train_steps"),
                 own._optimizer,
                 Kept(int(setting.value)),  # type: ignore[arg-type]
                 own.updates_per_batch,
@@ -625,7 +625,7 @@ def grown(
 @functools.cache
 def judge(base: str) -> Judge:
     """One for all runs on a base model."""
-    return Judge(composed(ALGORITHMS["flowgrpo"][0]).build_group("model", **BASES[base]))
+    return Judge(composed(ALGORITHMS["flowgrpo"][0]).build("model", **BASES[base]))
 
 
 # ---- the record

@@ -106,12 +106,12 @@ class Loop:
             [*words, f"sampling.steps={STEPS}", "sampling.guidance_scale=1"]
         )
         settings = with_allocation(composed, 1, 0, PlainAdvisor()).settings
-        self.policy = settings.build_group("model")
-        self.module = settings.build_group("algorithm", policy=self.policy)
+        self.policy = settings.build("model")
+        self.module = settings.build("algorithm", policy=self.policy)
         self.clip_range = float(settings.node_at("algorithm.clip_range"))
         prompt, plan = (
             Prompt("a red circle on a white background"),
-            self.module.train_steps.plan(0, 0, STEPS),
+            self.module.train_steps.plan_steps(0, 0, STEPS),
         )
         condition, grid = self.policy.codec.encode([prompt]), self.policy.sigma_grid(STEPS)
         made = sample(

@@ -119,5 +119,6 @@ def compare_student(student: ScenesPolicy, settings: Settings) -> None:
             f"{name}, {steps} steps: all assertions hold in "
             f"{detector.judge(pictures, scenes).mean():.3f}, by the judge "
             f"{SceneJudge(settings.judge).judge(pictures, scenes).mean():.3f}; detail "
-            f"{picture_detail(pictures).mean():.3f}; centres spread by {spread(pictures, scenes)[1]:.2f}"
+            f"{picture_detail(pictures).mean():.3f}; "
+            f"centres spread by {spread(pictures, scenes)[1]:.2f}"
         )

@@ -42,7 +42,7 @@ from PIL import Image
 from digenrl import config, prompts
 from digenrl.cluster.access import Access, write_access
 from digenrl.config.command_settings import schema_of
-from digenrl.config.stored import tie_of, compare_ties
+from digenrl.config.stored import compare_ties, tie_of
 from digenrl.config.targets import known_components, walk_nodes
 from digenrl.config.validation import keys_of
 from digenrl.extensions.bench.media_files import read_media

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from digenrl.config.arguments import _parse_body, _find_definition, _module_file
+from digenrl.config.arguments import _find_definition, _module_file, _parse_body
 from digenrl.config.targets import known_components
 
 FOREIGN: dict[str, dict[str, str]] = {
@@ -329,7 +329,8 @@ def _home(module: str, name: str, depth: int = 0) -> str:
     if source is None or depth > 4:
         return module
     if any(
-        isinstance(item, (ast.ClassDef, _Function)) and item.name == name for item in _parse_body(source)
+        isinstance(item, (ast.ClassDef, _Function)) and item.name == name
+        for item in _parse_body(source)
     ):
         return module
     imported = _imports(module).get(name)

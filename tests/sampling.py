@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from digenrl.diffusion.denoise import FinishedSamples, SampleKey, advance_state, finished_samples, initial_state
+from digenrl.diffusion.denoise import (
+    FinishedSamples,
+    SampleKey,
+    advance_state,
+    finished_samples,
+    initial_state,
+)
 from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.steps import StepPlan
 from digenrl.models.policy import Policy

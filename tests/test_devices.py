@@ -67,7 +67,7 @@ def built(
     config = configured("reward.placement=inline", *words)
     config = config.with_values({"trainer.precision": None})
     given: dict[str, Any] = {}
-    made = Settings.build_group
+    made = Settings.build
 
     def build(settings: Settings, group: str, *arguments: Any, **more: Any) -> Any:
         if group == "trainer":

@@ -157,10 +157,17 @@ def test_how_often_a_run_begins_again() -> None:
     restarts = Restarts(2, 1.5, 10)
     assert restarts.refuse_restart("a", 0, 4) is None
     assert restarts.pause_s == 1.5
-    assert restarts.refuse_restart("b", 3, 3) is None  # the restart itself died, before its first step
+    assert (
+        restarts.refuse_restart("b", 3, 3) is None
+    )  # the restart itself died, before its first step
     assert restarts.pause_s == 3.0
-    assert restarts.refuse_restart("c", 3, 9) == "c; it had begun again 2 times (allocation.max_restarts)"
-    assert Restarts(3, 1.0, 10).refuse_restart("wrong from the start", 5, 5) == "wrong from the start"
+    assert (
+        restarts.refuse_restart("c", 3, 9)
+        == "c; it had begun again 2 times (allocation.max_restarts)"
+    )
+    assert (
+        Restarts(3, 1.0, 10).refuse_restart("wrong from the start", 5, 5) == "wrong from the start"
+    )
     assert Restarts(0, 1.0, 10).refuse_restart("off", 0, 7) == "off"
     poison = Restarts(9, 1.0, 10)
     poison.refuse_restart("first", 0, 7)

@@ -117,7 +117,7 @@ def execute(experiment: str, directory: Path, *words: str) -> tuple[Run, Policy]
         "reward.rewards"
     ).values():  # loaded once here, not once in every rank
         importlib.import_module(reward.scorer._target_.rpartition(".")[0])
-    policy: Policy = config.build_group("model")
+    policy: Policy = config.build("model")
 
     def rank_main(world: World, session: Session) -> None:
         callbacks = (

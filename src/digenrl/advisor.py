@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from digenrl.config import Composed
 from digenrl.config.compose import merge_words
-from digenrl.config.copies import resolved_plain, link_copies
+from digenrl.config.copies import link_copies, resolved_plain
 from digenrl.config.relations import needs_whole_batch
 
 if TYPE_CHECKING:

@@ -145,7 +145,10 @@ def visible_gpus() -> tuple[Device, ...]:
     """Return the GPUs of this process. It asks the driver itself, and must therefore fork no rank
     that uses GPUs."""
     # Without any, torch's module may be that of processors, which knows no devices.
-    facts = (torch.get_device_module().get_device_properties(n) for n in range(accelerator.device_count()))
+    facts = (
+        torch.get_device_module().get_device_properties(n)
+        for n in range(accelerator.device_count())
+    )
     return tuple(Device(fact.name, fact.total_memory / 2**30) for fact in facts)
 
 

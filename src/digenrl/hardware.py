@@ -133,7 +133,9 @@ def _efficiency_shares(efficiency: EfficiencySettings | None) -> dict[str, Any]:
 def trainer_speeds(profile: Hardware, trainers: int, rollouts: int) -> tuple[float, ...]:
     """Return the speed of each trainer rank on its pool, in any unit: by the profile's measured
     seconds per cell where it has them, else by the peak."""
-    pools = [profile.find_pool(name) for name, _ in assign_ranks(profile, trainers, rollouts)[:trainers]]
+    pools = [
+        profile.find_pool(name) for name, _ in assign_ranks(profile, trainers, rollouts)[:trainers]
+    ]
     measured = profile.seconds.get("train", {})
     if all(pool.name in measured for pool in pools):
         return tuple(1.0 / measured[pool.name] for pool in pools)

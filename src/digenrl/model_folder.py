@@ -58,7 +58,10 @@ def _check_files(files: tuple[tuple[str, int, int], ...]) -> None:
             content = json.loads(file.read_bytes())
         except (ValueError, RecursionError, OSError):
             continue  # whoever reads it says so
-        found = [*_named_kernels(content), *(_foreign_libraries(content) if file.name in _INDICES else ())]
+        found = [
+            *_named_kernels(content),
+            *(_foreign_libraries(content) if file.name in _INDICES else ()),
+        ]
         if file.name == "adapter_config.json" and isinstance(content, dict):
             found += [("base_model_name_or_path", content.get("base_model_name_or_path"))]
         for key, value in found:

@@ -67,7 +67,9 @@ def link_maker(settings: Settings, rollouts: int, stand_in: StandIn | None = Non
     compress = settings.network.compress == "auto"
 
     def make_link(control: Control, world: World, session: Session, device: torch.device) -> Link:
-        lines = chosen_lines(control, world.rank, compress) if stand_in is None else stand_in.line_to
+        lines = (
+            chosen_lines(control, world.rank, compress) if stand_in is None else stand_in.line_to
+        )
         return make(control, world, session, device, lines=lines)
 
     return make_link
@@ -159,10 +161,10 @@ def model_of(settings: Settings, world: World) -> DictConfig:
     return merged
 
 
-def run_loggers(settings: Settings, run_dir: Path) -> list[Logger]:
+def guarded_loggers(settings: Settings, run_dir: Path) -> list[Logger]:
     """Return the run's loggers, each in a thread of its own, so that none can hold up or end the
     run. They get the settled configuration first."""
-    makers = {key: settings.build_group(f"logger.{key}") for key in settings.logger or {}}
+    makers = {key: settings.build(f"logger.{key}") for key in settings.logger or {}}
     made = {key: make(save_dir=str(run_dir)) for key, make in makers.items()}
     updates, plain = settings.algorithm.updates_per_batch, redact(settings.as_plain())
     found = list[Logger]()
@@ -217,7 +219,7 @@ def check_parts(settings: Settings) -> None:
         _check_lora(model, settings.node_at("model"))
         if settings.model.lora is not None and settings.model.lora.get("path") is not None:
             deferrable = issubclass(model, DiffusersPolicy)
-            settings.build_group("model", **({"empty": True} if deferrable else {}))
+            settings.build("model", **({"empty": True} if deferrable else {}))
         if settings.parallel.context > 1:
             check_model(model, settings.parallel.context, settings.node_at("model"))
     if not (isinstance(strategy, type) and issubclass(strategy, DisaggregatedStrategy)):
@@ -226,7 +228,7 @@ def check_parts(settings: Settings) -> None:
             "digenrl.strategy.disaggregated.DisaggregatedStrategy; derive it from that class and "
             "override its hooks."
         )
-    settings.build_group("algorithm.advantage")
+    settings.build("algorithm.advantage")
     if not settings.hardware.emulate:
         evaluated = list(evaluation_prompts(settings))
         asked = dict([*training_prompts(settings), *evaluated])
@@ -240,7 +242,7 @@ def check_parts(settings: Settings) -> None:
         ):
             raise ValueError("\n".join(problems))
     if settings.algorithm.get("surrogate") is not None:
-        check_kernel(settings.build_group("algorithm.sde"), settings.build_group("algorithm.surrogate"))
+        check_kernel(settings.build("algorithm.sde"), settings.build("algorithm.surrogate"))
 
 
 def _check_lora(model: type[Policy], node: Mapping[str, Any]) -> None:

@@ -95,7 +95,9 @@ def fill_prompt_store(
         with policy.guided_by(
             max(policy.guidance_scale, settings.sampling.eval.guidance_scale or 0.0)
         ):
-            found = store_conditioning(policy.codec, root, wanted, accelerator.current_device(), progress)
+            found = store_conditioning(
+                policy.codec, root, wanted, accelerator.current_device(), progress
+            )
     except OSError as error:
         raise OSError(
             f"data.prompt_store = {root}: cannot be used ({error.strerror or error}, "

@@ -94,7 +94,7 @@ def reward_suite(settings: ScorerSettings) -> RewardSuite:
     """Return the suite of a checked configuration. Exceptions of its scorers' constructors become a
     ValueError."""
     try:
-        suite: RewardSuite = settings.build_group("reward")
+        suite: RewardSuite = settings.build("reward")
         suite.build_scorers()
         return suite
     except Exception as error:

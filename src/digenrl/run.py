@@ -98,17 +98,19 @@ def build_rank(
     # First: reward models, streams and contexts are made on the current device.
     device = _prepare_process(context)
     policy, rewards = _build_policy(context), _build_rewards(context)
-    if world.rank in (0, world.trainers) and (used := policy.attention_used(accelerator.current_device())):
+    if world.rank in (0, world.trainers) and (
+        used := policy.attention_used(accelerator.current_device())
+    ):
         append_event(session.run_dir, "attention", {"rank": world.rank, **used})
     for told in known_traps(settings) if world.rank == 0 else ():
         append_event(session.run_dir, "warning", {"message": told})
-    module = settings.build_group("algorithm", policy=policy)
+    module = settings.build("algorithm", policy=policy)
     engine, data = engine_of(settings, module, rewards), PromptData(settings.data, settings.seed)
-    named = [settings.build_group(f"callbacks.{name}") for name in settings.callbacks or {}]
+    named = [settings.build(f"callbacks.{name}") for name in settings.callbacks or {}]
     setup = _build_setup(context, module, engine, data, named)
     _check_rewards(context, setup, rewards, data, named)
     checkpoint_io = DirectoryCheckpointIO(tie=tie_of(settings.tree))
-    strategy = settings.build_group("strategy")(setup, checkpoint_io)
+    strategy = settings.build("strategy")(setup, checkpoint_io)
     trainer = _build_trainer(context, setup, strategy, [*named, *callbacks], device)
     prompt_encoding.encode_run_prompts(context, policy, data, named)
     return Rank(trainer, module, data, strategy)
@@ -147,7 +149,7 @@ def _build_rewards(context: BuildContext) -> RewardSuite:
     """Return the rewards, which record what they could not score and tell their stages."""
     stand_in = context.stand_in
     rewards: RewardSuite = (
-        context.settings.build_group("reward") if stand_in is None else stand_in.build_rewards()
+        context.settings.build("reward") if stand_in is None else stand_in.build_rewards()
     )
 
     def record_missing(reward: str, samples: int, cause: str) -> None:
@@ -169,7 +171,7 @@ def _build_setup(
     """Return what the Strategy is built from: the schedule, the roles, and what this rank sends,
     records and evaluates."""
     settings, world, session = context.settings, context.world, context.session
-    trained = module.train_steps.count(settings.sampling.steps)
+    trained = module.train_steps.count_trained(settings.sampling.steps)
     drawn = [callback.drawn for callback in callbacks if isinstance(callback, Evaluation)]
     keep = settings.record.keep_mib * 2**20
     limit_events(keep / 4)
@@ -209,7 +211,9 @@ def _check_rewards(
     if trainers_score or not world.is_trainer:  # nobody else builds reward models
         rewards.check_prompts(data.prompts)
     if world.rank == (0 if trainers_score else world.trainers):
-        identities = {name: asdict(identity) for name, identity in rewards.scorer_identities().items()}
+        identities = {
+            name: asdict(identity) for name, identity in rewards.scorer_identities().items()
+        }
         append_event(context.session.run_dir, "rewards", {"identities": identities})
 
 
@@ -223,7 +227,7 @@ def _build_trainer(
     """Return Lightning's trainer: one epoch is one RL step, and one optimizer step takes all
     micro-batches of an update."""
     settings, run_dir = context.settings, context.session.run_dir
-    trainer: pl.Trainer = settings.build_group(
+    trainer: pl.Trainer = settings.build(
         "trainer",
         accelerator=devices.lightning_accelerator(settings.trainer["accelerator"]),
         devices=1 if device is None else [device],
@@ -231,7 +235,7 @@ def _build_trainer(
         max_epochs=settings.max_rl_steps,
         accumulate_grad_batches=setup.micro_batches_per_update,
         callbacks=list(callbacks),
-        logger=parts.run_loggers(settings, run_dir)
+        logger=parts.guarded_loggers(settings, run_dir)
         if context.world.rank == 0
         else parts.silent_loggers(settings),
         default_root_dir=str(run_dir),

@@ -240,8 +240,8 @@ def trainers_must_evaluate(settings: Settings, rollouts: int) -> str | None:
         return "no rank only generates"
     if len(evaluation_nodes(settings)) > 1:
         return (
-            f"there are {len(evaluation_nodes(settings))} evaluations among the callbacks, and rollouts "
-            "make one"
+            f"there are {len(evaluation_nodes(settings))} evaluations among the callbacks, "
+            "and rollouts make one"
         )
     copied = settings.model.get("keep_reference") and settings.model.lora is None
     if copied and any(node.get("kl_samples", 1) for node in evaluation_nodes(settings)):
@@ -302,7 +302,7 @@ def trained_steps(settings: Settings) -> int:
         ValueError: the selection does not fit into sampling.steps.
     """
     try:
-        return int(settings.build_group("algorithm.train_steps").count(settings.sampling.steps))
+        return int(settings.build("algorithm.train_steps").count_trained(settings.sampling.steps))
     except ValueError as error:
         raise ValueError(
             f"algorithm.train_steps = {settings.algorithm.train_steps}: {error}"

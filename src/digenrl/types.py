@@ -152,6 +152,9 @@ def move_tensors(value: _T, device: torch.device | str, non_blocking: bool = Fal
     if is_dataclass(value) and not isinstance(value, type):
         return replace(
             value,
-            **{f.name: move_tensors(getattr(value, f.name), device, non_blocking) for f in fields(value)},
+            **{
+                f.name: move_tensors(getattr(value, f.name), device, non_blocking)
+                for f in fields(value)
+            },
         )
     return value

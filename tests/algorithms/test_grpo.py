@@ -188,7 +188,10 @@ def test_proximal_log_probs_are_those_of_the_weights_that_a_batch_begins_with() 
 def test_cells_without_an_advantage_are_useful_to_a_kl_alone() -> None:
     rewards = {"r": torch.tensor([[0.1, 0.1, 0.1], [0.0, 0.5, 1.0]])}
     without, with_kl = grpo(ToyPolicy()), grpo(ToyPolicy(), kl_weight=0.5)
-    assert without.useful_samples(rewards, {"r": 1.0}).tolist() == [[False] * 3, [True, False, True]]
+    assert without.useful_samples(rewards, {"r": 1.0}).tolist() == [
+        [False] * 3,
+        [True, False, True],
+    ]
     assert with_kl.useful_samples(rewards, {"r": 1.0}).tolist() == [[True] * 3] * 2
     assert without.teaching_groups(rewards, {"r": 1.0}).tolist() == [False, True]
     assert not without.needs_means
@@ -267,7 +270,9 @@ def test_clip_fraction_after_one_step() -> None:
             optimizer.zero_grad()
             module.training_step(batch(blocks, update=update), update).backward()
             optimizer.step()
-        found[clip] = {name: float(value) for name, value in module._meters.collect_metrics().items()}
+        found[clip] = {
+            name: float(value) for name, value in module._meters.collect_metrics().items()
+        }
     assert found[1e-5]["clip_fraction"] > 0.5
     assert found[0.9]["clip_fraction"] == 0.0
     assert found[0.9]["ratio_max_dev"] > 1e-5

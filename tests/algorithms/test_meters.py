@@ -70,4 +70,6 @@ def test_a_rank_that_has_nothing_to_add_reports_the_new_step_and_not_the_last() 
         sent.append([])
         if own is not None:
             idle.update("x", torch.tensor(own), 1)
-        assert {name: float(value) for name, value in idle.collect_metrics().items()} == {"x": wanted}
+        assert {name: float(value) for name, value in idle.collect_metrics().items()} == {
+            "x": wanted
+        }

@@ -78,7 +78,7 @@ class ToyPolicy(nn.Module):
     def to_device(self, host: Tensor) -> Tensor:
         return host
 
-    def pace_velocity(self, velocity: Tensor, sigmas: Tensor, following: Tensor) -> Tensor:
+    def paced(self, velocity: Tensor, sigmas: Tensor, following: Tensor) -> Tensor:
         return velocity
 
     def velocity(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:

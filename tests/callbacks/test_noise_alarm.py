@@ -17,17 +17,17 @@ from digenrl.rollout.evaluation import FixedSamples, pictures_of, tensors_of
 def drawn(*words: str) -> tuple[FixedSamples, RolloutEngine]:
     """The evaluation and the engine of an embedded experiment."""
     settings = configuration.load([*words]).settings
-    policy: Any = settings.build_group("model")
-    module = settings.build_group("algorithm", policy=policy)
+    policy: Any = settings.build("model")
+    module = settings.build("algorithm", policy=policy)
     engine = RolloutEngine(
         policy,
-        settings.build_group("reward"),
+        settings.build("reward"),
         module.sde,
         module.train_steps,
         sampling_spec(settings),
         seed=0,
     )
-    evaluation = settings.build_group("callbacks.evaluation")
+    evaluation = settings.build("callbacks.evaluation")
     return FixedSamples(evaluation.drawn.prompts[:6], 2, 1234, None, 0), engine
 
 

@@ -179,7 +179,7 @@ def test_what_a_team_needs_of_wandb_is_taken(
     given = {"entity": "lab", "group": "g", "tags": "[a,b]", "notes": "'why, and how'", "id": "abc"}
     words = [f"logger.wandb.{key}={value}" for key, value in given.items()]
     settings = config.load(["experiment=digits_flowgrpo", "logger=wandb", *words]).settings
-    logger: WandbLogger = settings.build_group("logger.wandb")(save_dir=str(tmp_path / "run-0"))
+    logger: WandbLogger = settings.build("logger.wandb")(save_dir=str(tmp_path / "run-0"))
     logger.log_metrics({"reward": 1.0}, 3)
     wandb.finish()
     wandb.teardown()
@@ -199,7 +199,7 @@ def test_a_configuration_in_a_logger_holds_no_secret(
     monkeypatch.setenv("MY_TOKEN", "canary-canary")
     words = ["experiment=digits_flowgrpo", "logger=csv", "experiment_name=x"]
     settings = config.load(words).settings.with_values({"output_root": "/canary-canary/x"})
-    for logger in parts.run_loggers(settings, tmp_path):
+    for logger in parts.guarded_loggers(settings, tmp_path):
         logger.save()
         logger.finalize("success")
     assert "canary" not in (tmp_path / "csv/hparams.yaml").read_text()

@@ -16,8 +16,8 @@ def finished_run(directory: Path, experiment: str) -> Path:
     one."""
     composed = configuration.load([f"experiment={experiment}"])
     (directory / "config.yaml").write_text(OmegaConf.to_yaml(composed.settings.tree))
-    policy = composed.settings.build_group("model")
-    module = composed.settings.build_group("algorithm", policy=policy)
+    policy = composed.settings.build("model")
+    module = composed.settings.build("algorithm", policy=policy)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in policy.adapter.trained_parameters().values():

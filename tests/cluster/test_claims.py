@@ -84,7 +84,8 @@ def test_every_task_has_one_owner_and_two_parts_never_meet(store: Store) -> None
     assert a.unclaimed_tasks(0, len(TASKS), WHOLE) == 0
     halves = [range(0, 3), range(3, 6)]
     mine = [
-        [c.take_next_task(1, TASKS, part) for _ in range(4)] for c, part in zip((a, b), halves, strict=True)
+        [c.take_next_task(1, TASKS, part) for _ in range(4)]
+        for c, part in zip((a, b), halves, strict=True)
     ]
     assert [[c.position for c in own if c is not None] for own in mine] == [[0, 1, 2], [3, 4, 5]]
     a.begin_behind(2, 2)
@@ -136,7 +137,10 @@ def test_a_claim_that_was_not_noted_yet_is_made_anew(store: Store) -> None:
     launcher, (_, alive, _, _), control = ranks_of(store)
     control.add("claim/v0", 1)
     assert lose(launcher, control, 2) == []
-    assert [alive.take_next_task(0, TASKS, WHOLE) for _ in range(2)] == [Claim(0, 1, 0), Claim(1, 1, 0)]
+    assert [alive.take_next_task(0, TASKS, WHOLE) for _ in range(2)] == [
+        Claim(0, 1, 0),
+        Claim(1, 1, 0),
+    ]
 
 
 @pytest.mark.parametrize("died", ["giver", "receiver"])
@@ -203,7 +207,10 @@ def test_a_store_of_a_run_answers_as_one_in_memory(store: Store, seed: int) -> N
     one, other = lives
     assert one == other
     stored.forget_queue(0)
-    assert [*map(stored.add_to_counter, ("claim/v0", "head/v0", "ahead/v0")), *stored.returned_positions(0)] == [
+    assert [
+        *map(stored.add_to_counter, ("claim/v0", "head/v0", "ahead/v0")),
+        *stored.returned_positions(0),
+    ] == [
         0,
         0,
         0,

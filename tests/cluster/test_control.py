@@ -116,7 +116,8 @@ def test_frames_hold_values_of_every_length(controls: tuple[Control, Control]) -
     assert store.clone() is store
     assert (store.add("n", -3), store.add("n", 5), store.get("n")) == (-3, 2, b"2")
     assert [
-        store.compare_and_swap("s", *words) for words in (("a", "b"), ("", "b"), ("", "c"), ("b", "c"))
+        store.compare_and_swap("s", *words)
+        for words in (("a", "b"), ("", "b"), ("", "c"), ("b", "c"))
     ] == [False, True, False, True]
     assert [store.delete_key("s") for _ in range(2)] == [True, False]
 

@@ -19,7 +19,11 @@ def test_who_is_shut_out_is_not_heard() -> None:
         guest = Control(StoreClient(server.host, server.port, replace(handshake, rank=7)), 7)
         host = Control(StoreClient(server.host, server.port, handshake), -1)
         guest.add_joined_rank(7)
-        assert (host.joined_ranks(), host.surviving_ranks([1]), server.connected_ranks()) == ([7], [1, 7], {7})
+        assert (host.joined_ranks(), host.surviving_ranks([1]), server.connected_ranks()) == (
+            [7],
+            [1, 7],
+            {7},
+        )
         server.exclude_rank(7)
         host.mark_lost(7)
         with pytest.raises(StoreLost):

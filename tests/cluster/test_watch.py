@@ -132,7 +132,9 @@ class Run:
 
 def takes(rank: int) -> Callable[[Run], object]:
     """Claim a task of step 0."""
-    return lambda run: Claims(StoredClaims(run.control), rank).take_next_task(0, TASKS, range(len(TASKS)))
+    return lambda run: Claims(StoredClaims(run.control), rank).take_next_task(
+        0, TASKS, range(len(TASKS))
+    )
 
 
 def die(rank: int, code: int = -9, cause: str = "") -> Callable[[Run], None]:

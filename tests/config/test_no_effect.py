@@ -40,7 +40,9 @@ def test_a_schedule_setting_without_effect_is_named(words: list[str], idle: list
     composed = config.load(words)
     notes = [
         note
-        for note in with_allocation(composed, *allocated_ranks(composed.settings), PlainAdvisor()).notes
+        for note in with_allocation(
+            composed, *allocated_ranks(composed.settings), PlainAdvisor()
+        ).notes
         if "has no effect" in note
     ]
     assert len(notes) == len(idle)

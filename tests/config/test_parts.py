@@ -324,7 +324,9 @@ def test_a_fresh_run_directory_counts_up_from_the_number_that_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def names(wanted: str, times: int) -> list[str]:
-        return [output_dir._make_fresh(tmp_path / "new" / "runs" / wanted).name for _ in range(times)]
+        return [
+            output_dir._make_fresh(tmp_path / "new" / "runs" / wanted).name for _ in range(times)
+        ]
 
     assert names("noon-3", 3) == ["noon-3", "noon-4", "noon-5"]
     assert names("plain", 3) == ["plain", "plain-1", "plain-2"]
@@ -603,7 +605,9 @@ def test_keys_of_hydra_and_of_a_lists_items_are_not_proposed() -> None:
     known = compose.KnownKeys(OmegaConf.create(tree), "train")
     assert "nearest: callbacks.gnu.tapir." in known.unknown_message("tapor", 1)
     for key in ("zebro", "okapy"):
-        assert known.unknown_message(key, 1).startswith(f"{key} = 1: no such key; the top level has ")
+        assert known.unknown_message(key, 1).startswith(
+            f"{key} = 1: no such key; the top level has "
+        )
     assert known.unknown_message("callbacks.qqqq.wwww.zzzz", 1).endswith("; callbacks has gnu.")
 
 
@@ -625,7 +629,9 @@ def test_a_program_that_uses_hydra_itself_may_compose() -> None:
     compose._compose_cached.cache_clear()
     with initialize_config_dir(str(config_directory()), version_base=compose.VERSION_BASE):
         assert (
-            compose.compose_config("train", ["experiment=flux1_flowgrpo", "schedule=gap"]).schedule.gap
+            compose.compose_config(
+                "train", ["experiment=flux1_flowgrpo", "schedule=gap"]
+            ).schedule.gap
             == 1
         )
 

@@ -153,7 +153,9 @@ def test_a_rollout_that_joins_is_told_what_the_command_line_has_allowed(run: Pat
     with pytest.raises(config.ConfigError):
         config.load([], stored=run)
     joined = config.load(words_to_join(tree), stored=run).settings.tree
-    assert configuration_identity(joined) == configuration_identity(config.load(words, stored=run).settings.tree)
+    assert configuration_identity(joined) == configuration_identity(
+        config.load(words, stored=run).settings.tree
+    )
 
 
 @pytest.mark.heavy

@@ -12,7 +12,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from digenrl.config import config_directory, instantiate
-from digenrl.config.targets import FOREIGN, ROOMS, known_components, is_allowed, target_problems, find_targets
+from digenrl.config.targets import (
+    FOREIGN,
+    ROOMS,
+    find_targets,
+    is_allowed,
+    known_components,
+    target_problems,
+)
 from tests.deleting import installed
 
 

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from digenrl import config
 from digenrl.config.compose import group_options
 from digenrl.config.shipped import config_directory
-from digenrl.config.stored import tie_of, compare_ties
+from digenrl.config.stored import compare_ties, tie_of
 from digenrl.earlier_run import require_tied
 from digenrl.extensions.export.cli import export
 from digenrl.strategy.checkpoint_io import (

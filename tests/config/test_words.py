@@ -16,7 +16,7 @@ from digenrl import config
 from digenrl.cli.sweeps import expand
 from digenrl.config.commands import to_continue
 from digenrl.config.compose import read_word
-from digenrl.config.words import quote_path_word, shell_word, format_word
+from digenrl.config.words import format_word, quote_path_word, shell_word
 from tests.conftest import ROOT
 
 FOLDERS = ["Dropbox (Lab)", "a,b", "it's", "k=v", "[1]", "{x}", "two  spaces", "ü ", "50%", "a\\"]

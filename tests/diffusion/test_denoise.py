@@ -146,7 +146,9 @@ def test_a_suspended_trajectory_is_finished_elsewhere_bit_equal(boundary: int) -
     state = denoise.initial_state(key, here.latent_shape, torch.float16)
     for k in range(6):
         owner = here if k < boundary else there
-        state = denoise.advance_state(owner, condition(), state, grid, kernel, plan, keep_means=True)
+        state = denoise.advance_state(
+            owner, condition(), state, grid, kernel, plan, keep_means=True
+        )
     got = denoise.finished_samples(state, plan)
     for name in ("steps", "latents", "next_latents", "log_probs", "final", "means"):
         assert torch.equal(getattr(got, name), getattr(expected, name)), name

@@ -22,7 +22,12 @@ from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.world import Session, World
 from digenrl.config import load
 from digenrl.launchers import agreement
-from digenrl.launchers.agreement import ProcessFacts, compare_processes, check_machine, find_differences
+from digenrl.launchers.agreement import (
+    ProcessFacts,
+    check_machine,
+    compare_processes,
+    find_differences,
+)
 from digenrl.launchers.job import newest_checkpoint
 from digenrl.launchers.places import Place
 from tests.launchers.scheduled import Processes, processes, srun, summary, words

@@ -24,7 +24,7 @@ from digenrl.cli import join
 from digenrl.cluster.access import Access, write_access
 from digenrl.hardware import parse_hardware
 from digenrl.launchers.job import find_place
-from digenrl.launchers.places import Place, check_allocation, process_ranks, place_of
+from digenrl.launchers.places import Place, check_allocation, place_of, process_ranks
 from digenrl.launchers.reaching import read_access
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.changed import hardware_settings
@@ -140,7 +140,8 @@ def test_the_profile_says_which_process_trains(
     profile: Mapping[str, Any], trainers: int, rollouts: int, ranks: tuple[int, ...]
 ) -> None:
     assert (
-        process_ranks(parse_hardware(hardware_settings(profile["pools"])), trainers, rollouts) == ranks
+        process_ranks(parse_hardware(hardware_settings(profile["pools"])), trainers, rollouts)
+        == ranks
     )
     assert sorted(ranks) == list(range(trainers + rollouts))
 

@@ -89,7 +89,9 @@ def test_values_mean_what_they_say() -> None:
         == Recompute(inputs=1.0)
     )
     assert parse_recompute(None) == parse_recompute(False) == Recompute()
-    assert parse_recompute({"products": 0.75, "attention": 0.25}).modes_of(8).count("attention") == 2
+    assert (
+        parse_recompute({"products": 0.75, "attention": 0.25}).modes_of(8).count("attention") == 2
+    )
     assert parse_recompute(0.25).modes_of(8) == (
         "all",
         "all",

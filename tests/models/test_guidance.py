@@ -22,7 +22,7 @@ pytestmark = pytest.mark.heavy
 OWN = [
     name
     for name, policy in FAMILIES.items()
-    if policy.apply_guidance is not Policy.apply_guidance and not policy.codec_class.reads
+    if policy.guide is not Policy.guide and not policy.codec_class.reads
 ]
 """Families with a rule of their own, all of which keep the norm of the conditional velocity."""
 Guide = Callable[[DiffusersPolicy, Tensor, Tensor], Tensor]
@@ -71,11 +71,11 @@ def test_concatenated_guidance_equals_two_forwards(family: str) -> None:
     """Check 18: u + g*(c - u), or the family's own rule; branches swapped or scale off by a hair
     are seen."""
     policy = policy_of(family)
-    check_concatenation(policy, lambda p, c, u: p.apply_guidance(c, u, p.cfg_scale))
+    check_concatenation(policy, lambda p, c, u: p.guide(c, u, p.cfg_scale))
     with pytest.raises(AssertionError):
-        check_concatenation(policy, lambda p, c, u: p.apply_guidance(u, c, p.cfg_scale))
+        check_concatenation(policy, lambda p, c, u: p.guide(u, c, p.cfg_scale))
     with pytest.raises(AssertionError):
-        check_concatenation(policy, lambda p, c, u: p.apply_guidance(c, u, p.cfg_scale) + 0.01 * (c - u))
+        check_concatenation(policy, lambda p, c, u: p.guide(c, u, p.cfg_scale) + 0.01 * (c - u))
 
 
 def check_norm(policy: DiffusersPolicy, guide: Guide) -> None:
@@ -89,12 +89,12 @@ def test_rescaled_guidance_keeps_the_norm_of_every_token(family: str) -> None:
     """Check 18: c*||p||/||c|| over the channels of a packed token; plain guidance, and a norm of
     the whole, do not."""
     policy = policy_of(family)
-    check_norm(policy, lambda p, c, u: p.apply_guidance(c, u, p.cfg_scale))
+    check_norm(policy, lambda p, c, u: p.guide(c, u, p.cfg_scale))
     with pytest.raises(AssertionError):
-        check_norm(policy, lambda p, c, u: Policy.apply_guidance(p, c, u, p.cfg_scale))
+        check_norm(policy, lambda p, c, u: Policy.guide(p, c, u, p.cfg_scale))
 
     def of_the_whole_sample(p: DiffusersPolicy, c: Tensor, u: Tensor) -> Tensor:
-        plain = Policy.apply_guidance(p, c, u, p.cfg_scale)
+        plain = Policy.guide(p, c, u, p.cfg_scale)
         return plain * (c.flatten(1).norm(dim=1) / plain.flatten(1).norm(dim=1))[:, None, None]
 
     with pytest.raises(AssertionError):
@@ -122,7 +122,7 @@ def test_a_detached_unconditional_branch_changes_the_gradient_and_no_log_prob() 
     one, one_gradient = of(policy.velocity(latents, sigmas, condition))
     torch.testing.assert_close(both, one)
     assert float((both_gradient - one_gradient).norm() / both_gradient.norm()) > 0.1
-    _, by_hand = of(policy.apply_guidance(conditional, unconditional.detach(), policy.cfg_scale))
+    _, by_hand = of(policy.guide(conditional, unconditional.detach(), policy.cfg_scale))
     torch.testing.assert_close(one_gradient, by_hand, atol=1e-5, rtol=1e-3)
 
 

@@ -25,7 +25,7 @@ def test_a_step_takes_video_and_sound_from_level_to_level() -> None:
         now, following = grid[step].expand(2), grid[step + 1].expand(2)
         velocity = torch.ones(2, *policy.latent_shape)
         moved = ode_step(
-            torch.zeros_like(velocity), policy.pace_velocity(velocity, now, following), now, following
+            torch.zeros_like(velocity), policy.paced(velocity, now, following), now, following
         )
         video, sound = moved.tensor_split([policy.drawn], dim=1)
         torch.testing.assert_close(video, (grid[step + 1] - grid[step]).expand(video.shape))

@@ -22,7 +22,7 @@ from digenrl import config as configuration
 from digenrl.data import PromptData
 from digenrl.models.prompt_store import PromptStore, files_digest
 from digenrl.models.wording import Condition, Wording
-from digenrl.prompt_encoding import store_conditioning, fill_prompt_store
+from digenrl.prompt_encoding import fill_prompt_store, store_conditioning
 from digenrl.types import Prompt
 from tests.changed import but
 from tests.models.tiny_policies import NEGATIVE, make
@@ -81,7 +81,8 @@ def test_writers_at_the_same_time_encode_every_text_once(tmp_path: Path) -> None
 
     parts = (TEXTS[:9], TEXTS[3:], list(reversed(TEXTS)))
     processes = [
-        FORK.Process(target=PromptStore(tmp_path, {}).add_wordings, args=(part, slowly)) for part in parts
+        FORK.Process(target=PromptStore(tmp_path, {}).add_wordings, args=(part, slowly))
+        for part in parts
     ]
     for process in processes:
         process.start()
@@ -240,7 +241,10 @@ def test_encoders_move_once_for_all_prompts_and_never_again(
         second.codec.encode(unforeseen)["text"], plain.codec.encode(unforeseen)["text"]
     )
     wide = make(family, dtype="float64", **guided)
-    assert store_conditioning(wide.codec, tmp_path, prompts[:1], CPU) == (1 if family == "flux" else 2,) * 2
+    assert (
+        store_conditioning(wide.codec, tmp_path, prompts[:1], CPU)
+        == (1 if family == "flux" else 2,) * 2
+    )
 
 
 @pytest.mark.heavy

@@ -40,7 +40,9 @@ def record(run_dir: Path, steps: int, limit: float, groups: int = 2) -> None:
             )
             logs["trainer"].add_span("wait", at, at + 0.2, step=step, cause="tail")
             logs["trainer"].add_span("train", at + 0.2, at + 0.4, step=step, group=group, groups=1)
-        logs["trainer"].add_span("publish", step + 0.9, step + 1.0, version=step + 1, digest="0" * 16)
+        logs["trainer"].add_span(
+            "publish", step + 0.9, step + 1.0, version=step + 1, digest="0" * 16
+        )
         append_event(run_dir, "publish", {"version": step + 1, "digest": "0" * 16})
         line = {
             "kind": "step",

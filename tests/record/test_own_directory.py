@@ -18,9 +18,9 @@ from digenrl.record.line_file import LineFile
 from digenrl.record.run_dir import (
     ForeignEntry,
     append_jsonl,
+    atomic_replace,
     open_log,
     own_folder,
-    atomic_replace,
     require_own,
     write_json,
 )

@@ -76,7 +76,9 @@ def test_ranks_share_a_process_and_whoever_asks_after_its_death_starts_it_again(
         assert guest._child is not None
         assert torch.equal(first.score(MEDIA, PROMPTS)["jpeg"], expected)
         assert owner._child is None
-        assert first.failure_counts()["jpeg"].missing == second.failure_counts()["jpeg"].missing == 0
+        assert (
+            first.failure_counts()["jpeg"].missing == second.failure_counts()["jpeg"].missing == 0
+        )
         assert first.scorer_identities() == second.scorer_identities()
         last = guest._child.pid
     finally:
@@ -110,7 +112,9 @@ def test_a_process_takes_the_last_gpus_that_nobody_has(monkeypatch: pytest.Monke
     with pytest.raises(
         RewardError, match=r"takes 1 GPUs, but .* sees 0 .*hardware\.pools\.NAME\.judges"
     ):
-        one._take_free_gpus(managed._lock_folder(), held)  # GPU 1 is this rank's, and 0 another rank's
+        one._take_free_gpus(
+            managed._lock_folder(), held
+        )  # GPU 1 is this rank's, and 0 another rank's
     for descriptor in held:
         os.close(descriptor)
     both = ManagedScorer({"_target_": "x", "url": "http://x", "serve": {"gpus": 2}})

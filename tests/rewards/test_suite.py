@@ -400,7 +400,10 @@ def test_weights_of_the_hub_are_looked_for_on_this_machine_alone(monkeypatch):
 
 
 def test_a_node_becomes_plain_values():
-    assert protocol.plain_node(OmegaConf.create({"a": 1, "b": {"c": "${a}"}})) == {"a": 1, "b": {"c": 1}}
+    assert protocol.plain_node(OmegaConf.create({"a": 1, "b": {"c": "${a}"}})) == {
+        "a": 1,
+        "b": {"c": 1},
+    }
     given = {"a": 1}
     assert protocol.plain_node(given) == given
 

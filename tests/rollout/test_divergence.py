@@ -72,7 +72,9 @@ def test_an_adapter_that_does_nothing_is_not_away_and_the_base_alone_never_is() 
 def test_an_evaluation_measures_so_many_samples_of_a_prompt_and_draws_the_same_as_ever() -> None:
     policy = perturbed(DigitsPolicy(lora=LORA))
     engine, prompts = engine_of(policy), [Prompt("number one"), Prompt("number two")]
-    plain, measured = (engine.evaluate_prompts(prompts, 3, seed=5, kl_samples=count) for count in (0, 2))
+    plain, measured = (
+        engine.evaluate_prompts(prompts, 3, seed=5, kl_samples=count) for count in (0, 2)
+    )
     assert torch.equal(plain.media, measured.media)
     assert bool(plain.kl.isnan().all())
     assert measured.kl.isnan().tolist() == [False, False, True] * 2

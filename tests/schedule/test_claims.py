@@ -75,7 +75,10 @@ def test_trainers_begin_with_the_head_of_a_queue_and_rollouts_behind_it() -> Non
     leaves the rest of the head where it is."""
     _, (trainer, rollout) = ranks(2)
     trainer.begin_behind(0, 3)
-    taken = [trainer.take_next_task(0, TASKS, WHOLE, ahead=True), rollout.take_next_task(0, TASKS, WHOLE)]
+    taken = [
+        trainer.take_next_task(0, TASKS, WHOLE, ahead=True),
+        rollout.take_next_task(0, TASKS, WHOLE),
+    ]
     assert [claim and claim.position for claim in taken] == [0, 3]
     assert (trainer.head_left(0), rollout.unclaimed_tasks(0, len(TASKS), WHOLE)) == (2, 6)
     assert rollout.return_lost_tasks(1, "died", 1) == ["task 3 of step 0 (group 1)"]
@@ -127,7 +130,9 @@ def test_a_rank_that_dies_before_it_enters_its_name_loses_the_task_once() -> Non
     store = Meanwhile()
     one, two = Claims(store, 0), Claims(store, 1)
     store.happens = "change", lambda: two.return_lost_tasks(0, "died", 1)
-    assert one.take_next_task(0, TASKS, WHOLE) == Claim(1, 0, 0), "the next one; the first is free again"
+    assert one.take_next_task(0, TASKS, WHOLE) == Claim(1, 0, 0), (
+        "the next one; the first is free again"
+    )
     assert store.task_owner(0, 0) == NO_OWNER
     assert two.take_next_task(0, TASKS, WHOLE) == Claim(0, 1, 0)
 
@@ -197,7 +202,9 @@ def test_no_task_is_lost_or_doubled(actions: list[str], count: int, head: int) -
                 mine[rank].clear()
             owned = [claim.position for claims in mine.values() for claim in claims]
             assert len({*owned, *finished}) == len(owned) + len(finished)
-            assert everyone[0].unclaimed_tasks(0, len(TASKS), WHOLE) == len(TASKS) - len(owned) - len(finished)
+            assert everyone[0].unclaimed_tasks(0, len(TASKS), WHOLE) == len(TASKS) - len(
+                owned
+            ) - len(finished)
             for rank_, claims in mine.items():
                 for claim in claims:
                     owner = store.task_owner(0, claim.position)

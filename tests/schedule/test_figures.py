@@ -20,13 +20,13 @@ import pytest
 
 from digenrl.schedule import (
     ScheduleSpec,
-    update_fragments,
     group_version,
     micro_batches_per_update,
     next_fragment,
     place_fragment,
-    version_queue,
     resumed_queue,
+    update_fragments,
+    version_queue,
 )
 from digenrl.schedule.claims import (
     Claim,
@@ -137,7 +137,11 @@ def of_search(draw: Drawing) -> Iterator[Any]:
         yield tree.spare_tasks(draw.seconds(9.0)), [tree.loan_fits(number) for number in range(4)]
         point = _Point(0, draw.of([0.0, draw.seconds(3.0)]), 0, 0, ())
         for lend in (draw.number(0, 2), 1):
-            yield tree.ready_at(point), tree._lower_bound(point), [tree.lend_rounds(point, n) for n in range(4)]
+            yield (
+                tree.ready_at(point),
+                tree._lower_bound(point),
+                [tree.lend_rounds(point, n) for n in range(4)],
+            )
             yield [tree.follow_policy(point, cover) for cover in (None, False, True)]
             yield tree.explore_point(point, draw.seconds(20.0, 5.0))
             lent = tree.lend_rounds(point, lend) or point
@@ -155,7 +159,9 @@ def of_ranks(draw: Drawing) -> Iterator[Any]:
         free = {rank: draw.seconds(5.0) for rank in range(ranks) if draw.true()}
         now, left = draw.seconds(2.0), draw.number(0, 4)
         yield [
-            declines_task(rank, now, costs, free, left) for rank in costs if 0.0 < costs[rank] < math.inf
+            declines_task(rank, now, costs, free, left)
+            for rank in costs
+            if 0.0 < costs[rank] < math.inf
         ]
         yield [
             finished_before(free.get(rank, 0.0), costs[rank], rank, draw.seconds(6.0), 1)
@@ -357,12 +363,18 @@ def life_of_claims(
             case 8 if len(store.lost_ranks()) < 3:
                 lose(rank)
                 try:
-                    yield host.return_lost_tasks(rank, "died", 2) if draw.true() else host.offer_released_tasks(rank)
+                    yield (
+                        host.return_lost_tasks(rank, "died", 2)
+                        if draw.true()
+                        else host.offer_released_tasks(rank)
+                    )
                 except ClaimError as error:
                     yield str(error)
             case 9:
                 yield [host.unclaimed_tasks(v, len(t), range(len(t))) for v, t in queues.items()]
-                yield [(host.count_returned(v, len(t)), host.head_left(v)) for v, t in queues.items()]
+                yield [
+                    (host.count_returned(v, len(t)), host.head_left(v)) for v, t in queues.items()
+                ]
     for version in (2, 3):
         host.forget_old_queues(version)
         yield [[store.task_owner(v, p) for p in range(len(tasks))] for v, tasks in queues.items()]

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from digenrl.schedule import (
     ScheduleSpec,
-    update_fragments,
     next_fragment,
-    version_queue,
     resumed_queue,
     slices_of_group,
+    update_fragments,
     update_of,
+    version_queue,
 )
 from digenrl.schedule.order import stale_groups
 from digenrl.schedule.timesteps import fragment_blocks

@@ -30,7 +30,9 @@ def makespan(seconds: list[float], tasks: int) -> float:
     costs, free, left = dict(enumerate(seconds)), dict.fromkeys(range(len(seconds)), 0.0), tasks
     now = 0.0
     while left:
-        takers = [r for r in costs if free[r] <= now and not declines_task(r, now, costs, free, left)]
+        takers = [
+            r for r in costs if free[r] <= now and not declines_task(r, now, costs, free, left)
+        ]
         if takers:
             free[takers[0]] = now + costs[takers[0]]
             left -= 1
@@ -124,7 +126,11 @@ def test_what_nobody_has_said_yet() -> None:
     assert Work() == (-1, 0.0, -1, -1, 0.0)
     roles = Roles(1, 2)
     assert (roles.lockstep, roles.split) == (False,) * 2
-    assert record_header(SPEC, roles, 7) == {"spec": asdict(SPEC), "roles": asdict(roles), "last_step": 7}
+    assert record_header(SPEC, roles, 7) == {
+        "spec": asdict(SPEC),
+        "roles": asdict(roles),
+        "last_step": 7,
+    }
 
 
 def test_the_rollout_rank_that_is_free_first() -> None:

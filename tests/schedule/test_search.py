@@ -76,7 +76,9 @@ def test_the_next_step_is_worth_a_loan_only_inside_the_wait() -> None:
         )
 
     assert search_loans(state(9.0, 0)).lend == 0
-    assert search_loans(state(9.0, 8)).lend == 2  # two rounds of 4 s and two switches end before 9 s
+    assert (
+        search_loans(state(9.0, 8)).lend == 2
+    )  # two rounds of 4 s and two switches end before 9 s
     assert [search_loans(state(9.0, 8), k_max).lend for k_max in (1, 2, 3)] == [1, 2, 2]
     assert search_loans(state(9.0, 2)).lend == 1
     assert search_loans(state(3.0, 8)).lend == 0
@@ -106,7 +108,9 @@ def test_lends_in_a_long_bubble_and_waits_in_a_short_one() -> None:
     assert search_loans(state).lend > 0
     assert search_loans(state).gain > 0
     costly = replace(state, switch_seconds=100.0)
-    assert search_loans(costly) == Decision(0, 41.0, 41.0)  # 4 rounds of 2 tasks, then the last fragment
+    assert search_loans(costly) == Decision(
+        0, 41.0, 41.0
+    )  # 4 rounds of 2 tasks, then the last fragment
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from digenrl.schedule import ScheduleSpec, update_fragments, micro_batches_per_update, place_fragment
+from digenrl.schedule import (
+    ScheduleSpec,
+    micro_batches_per_update,
+    place_fragment,
+    update_fragments,
+)
 from digenrl.schedule.speeds import adjusted_shares, relative_shares
 from digenrl.schedule.timesteps import fragment_blocks
 
@@ -20,7 +25,9 @@ def slowest(shares: tuple[float, ...], seconds: list[float]) -> float:
 
 def test_shares_are_hundredths_of_the_fastest() -> None:
     assert relative_shares([989.0, 165.0]) == (1.0, 0.17)
-    assert relative_shares([1e9, 1.0]) == (1.0, 0.01), "a rank without cells could never be measured again"
+    assert relative_shares([1e9, 1.0]) == (1.0, 0.01), (
+        "a rank without cells could never be measured again"
+    )
     with pytest.raises(ValueError, match=r"\[1\.0, 0\.0\]: every one must be above 0"):
         relative_shares([1.0, 0.0])
 

@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from digenrl.schedule import ScheduleSpec, update_fragments, micro_batches_per_update, place_fragment
+from digenrl.schedule import (
+    ScheduleSpec,
+    micro_batches_per_update,
+    place_fragment,
+    update_fragments,
+)
 from digenrl.schedule.timesteps import apportion_units, cells_by_rank, without_useless_tasks
 
 SHARES = st.lists(st.floats(0, 5), min_size=1, max_size=6).filter(lambda shares: sum(shares) > 0.01)
@@ -62,7 +67,9 @@ def test_i3_shares_3_to_1_and_5_to_0(shares: tuple[float, ...], cells: tuple[int
 @pytest.mark.parametrize("shard", [True, False])
 def test_i2_a_context_group_has_one_place(shard: bool) -> None:
     placement = place_fragment(spec(tsp_shard=shard, context=2), 6, (0, 1, 2, 3))
-    assert placement[::2] == placement[1::2] == place_fragment(spec(tsp_shard=shard), 3, (0, 1, 2, 3))
+    assert (
+        placement[::2] == placement[1::2] == place_fragment(spec(tsp_shard=shard), 3, (0, 1, 2, 3))
+    )
     with pytest.raises(ValueError, match=r"parallel\.context = 2 must divide the 3 trainers"):
         place_fragment(spec(context=2), 3, (0, 1, 2, 3))
 
@@ -108,7 +115,9 @@ def test_sharded_ranks_run_a_third_of_the_forwards_for_a_third_of_the_samples() 
     whole = place_fragment(schedule, 8, (0,))
     for seed in range(20):
         useful = random.Random(seed).sample(range(24), 8)
-        left = without_useless_tasks(whole, frozenset((0, part) for part in range(24) if part not in useful))
+        left = without_useless_tasks(
+            whole, frozenset((0, part) for part in range(24) if part not in useful)
+        )
         forwards = sum(any(own[i] for own in left) for i in range(len(left[0])))
         assert 9 <= forwards <= 12
 
@@ -119,7 +128,8 @@ def test_replicas_divide_whole_groups_when_a_group_is_one_task(trainers: int) ->
     groups of its own, and no other cell occupies it."""
     schedule = spec(task_size=6, tsp_batch=7, gap=1)
     cells = [
-        cells_by_rank(schedule, trainers, False, fragment) for fragment in update_fragments(schedule, 0)
+        cells_by_rank(schedule, trainers, False, fragment)
+        for fragment in update_fragments(schedule, 0)
     ]
     longest = max(sum(of_rank) for of_rank in zip(*cells, strict=True))
     alone = sum(

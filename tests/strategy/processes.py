@@ -287,7 +287,9 @@ def run_series(
     """
     left = list(jobs)
     while left:
-        outcome = launch_ranks(Launch(trainers, rollouts, partial(_work, tuple(left), run_dir), run_dir))
+        outcome = launch_ranks(
+            Launch(trainers, rollouts, partial(_work, tuple(left), run_dir), run_dir)
+        )
         failed = False
         while left and not failed:
             job = left.pop(0)

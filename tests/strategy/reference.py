@@ -37,14 +37,14 @@ class Reference:
     def __init__(self, config: Settings, block_steps: int = 1) -> None:
         torch.set_num_threads(1)
         self.config, self.block_steps = config, block_steps
-        self.policy: Policy = config.build_group("model")
+        self.policy: Policy = config.build("model")
         self.policy.eval()
-        self.rewards = config.build_group("reward")
+        self.rewards = config.build("reward")
         self.sde = FlowSDE(config.node_at("algorithm.sde.noise_level"))
         self.steps = config.sampling.steps
         self.grid = self.policy.sigma_grid(self.steps)
         self.sampler = PromptData(config.data, config.seed).sampler
-        self.optimizer = config.build_group("algorithm.optimizer")(
+        self.optimizer = config.build("algorithm.optimizer")(
             list(self.policy.adapter.trained_parameters().values())
         )
         self.record = Record()

@@ -14,7 +14,7 @@ from digenrl import config as configuration
 from digenrl import run
 from digenrl.advisor import PlainAdvisor
 from digenrl.cluster.world import World
-from digenrl.settle import with_allocation, trainers_must_evaluate
+from digenrl.settle import trainers_must_evaluate, with_allocation
 from tests.strategy.processes import TINY, Cluster, Job, completed, run_cluster, run_series
 from tests.training import Train, commands, fault, watch
 

@@ -155,7 +155,9 @@ def message(task: Task, claim: Claim, rewards: Tensor | None = None) -> Message:
         condition={"text": torch.randn(1, 2)},
     )
     positions = owned_positions(SPEC, placed, 0, task.group, task.first_sample // 2, False)
-    data = b"".join(bytes(buffer) for buffer in encode(pack_cells(trajectory, positions, claim, 0.1)))
+    data = b"".join(
+        bytes(buffer) for buffer in encode(pack_cells(trajectory, positions, claim, 0.1))
+    )
     return decode(reader(data), 1 << 20)
 
 
@@ -395,7 +397,7 @@ def test_I9_a_group_of_another_version_raises(wrong: int) -> None:
 def engine() -> RolloutEngine:
     config = configured(*LIGHT)
     reference = Reference(config)
-    module = config.build_group("algorithm", policy=reference.policy)
+    module = config.build("algorithm", policy=reference.policy)
     return RolloutEngine(
         reference.policy,
         reference.rewards,

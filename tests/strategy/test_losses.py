@@ -113,7 +113,9 @@ def test_the_last_rollouts_death_and_a_forbidden_one_end_the_run(tmp_path: Path)
         run.build_rank(config, world, session).fit()
 
     for rollouts, most in ((1, None), (2, 0)):
-        outcome = launch_ranks(Launch(1, rollouts, rank_main, tmp_path / str(rollouts), max_lost=most))
+        outcome = launch_ranks(
+            Launch(1, rollouts, rank_main, tmp_path / str(rollouts), max_lost=most)
+        )
         assert outcome.status == "failed"
         assert str(outcome.cause).startswith("rank 1 (rollout) was killed by signal 9")
 

@@ -356,7 +356,9 @@ def test_trainer_0_waits_for_every_piece_once_and_hands_them_on(
     trainer.link.at_rest += [trainer.piece(1), other, trainer.piece(1), trainer.piece(0)]
     found: list[Any] = []
     votes: list[Any] = []
-    trainer.evaluations._stop_vote.begin_piece = lambda: votes.append(trainer.control.get("agreed/1"))  # type: ignore[method-assign, assignment]
+    trainer.evaluations._stop_vote.begin_piece = lambda: votes.append(
+        trainer.control.get("agreed/1")
+    )  # type: ignore[method-assign, assignment]
     paused = trainer.ledger._paused
     trainer.evaluations.finish_evaluation(found.append)
     assert votes == [None], "once, before they agree"

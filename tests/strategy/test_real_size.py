@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks._random_builds import FAMILY
 from digenrl.models import tiny as tiny_builds
 from digenrl.strategy.context import Context
-from digenrl.strategy.shard import with_timeout, mesh_of, shard_policy
+from digenrl.strategy.shard import mesh_of, shard_policy, with_timeout
 from digenrl.types import Prompt
 from tests.models.real_policies import real
 from tests.models.tiny_policies import make

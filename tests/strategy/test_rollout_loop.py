@@ -211,7 +211,11 @@ def test_a_wait_has_its_end_before_whatever_is_done_next(
     assert done[-1] == ("generate", "begun", "generate", between), "another rank goes on with it"
     done.clear()
     assert worker._make_evaluation_piece()
-    assert done == [("claim", 4), ("end_wait", "tail"), ("make", 4, piece, life.mail.receive_messages)]
+    assert done == [
+        ("claim", 4),
+        ("end_wait", "tail"),
+        ("make", 4, piece, life.mail.receive_messages),
+    ]
     done.clear()
     noted(monkeypatch, done, (runner, "take_over", None))
     life.mail.suspended.append(suspended)

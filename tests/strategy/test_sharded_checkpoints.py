@@ -229,9 +229,9 @@ def kill_while_writing() -> None:
 
 
 def averaged(run_dir: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = read_checkpoint(newest_valid(run_dir / "checkpoints"), ("algorithm",))[
-        "algorithm"
-    ]["ema"]
+    found: dict[str, Tensor] = read_checkpoint(
+        newest_valid(run_dir / "checkpoints"), ("algorithm",)
+    )["algorithm"]["ema"]
     return found
 
 

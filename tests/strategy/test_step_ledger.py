@@ -43,7 +43,9 @@ def opened(
     """A ledger of `ASYNC` in its step `step`, and the step's board with both groups complete; group
     1 has no score, and the next step's stale group has arrived too."""
     world = World(rank, 1 + rank, 1)
-    scheduler = Scheduler(ASYNC, Roles(1 + rank, 1), lambda version: version_queue(ASYNC, version, 9))
+    scheduler = Scheduler(
+        ASYNC, Roles(1 + rank, 1), lambda version: version_queue(ASYNC, version, 9)
+    )
     spans = SpanLog(None, rank, "trainer", 0.0)
     ticks = itertools.count()
     spans.now = lambda: float(next(ticks))  # type: ignore[method-assign]  # a second at each look
@@ -246,7 +248,9 @@ def test_a_sharded_rank_without_cells_trains_the_first_cell_at_no_weight(tmp_pat
     together = StepBoard(SPEC, one_rank_trains, 1, 3, {"r": 1.0}, lockstep=True)
     for task in group_tasks(SPEC, 3, 1):
         together.add_part(part(task))
-    assert all(len(batch.blocks) == 1 for batch in together.micro_batches((1,))), "all are neighbours"
+    assert all(len(batch.blocks) == 1 for batch in together.micro_batches((1,))), (
+        "all are neighbours"
+    )
 
 
 def test_neighbours_make_as_many_forwards_as_the_one_with_most_blocks_and_replicas_their_own() -> (
@@ -325,7 +329,9 @@ def test_of_what_arrives_each_result_counts_once_and_none_of_another_claim_or_an
     asked: list[Message] = []
     inbox.set_handler(MessageKind.ASK, asked.append)
     for version in (2, 3, 4):
-        assert claims.take_next_task(version, version_queue(SPEC, version, 9), range(4)) == Claim(0, 1, 0)
+        assert claims.take_next_task(version, version_queue(SPEC, version, 9), range(4)) == Claim(
+            0, 1, 0
+        )
     board = inbox.open_board(3)
     held = []
     for _ in came:

@@ -67,7 +67,9 @@ def test_a_piece_begins_when_all_have_come_to_it(store: Store, sharded: bool, fi
         early, late = trainers[first].vote, trainers[1 - first].vote
         ended = trainers[first].call(lambda: (getattr(early, begin)(), waiting.set()))  # noqa: B023
         assert not waiting.wait(0.05), "it has begun alone"
-        (its,) = [stretch for stretch in trainers[first].progress.current_stretches() if stretch.stage]
+        (its,) = [
+            stretch for stretch in trainers[first].progress.current_stretches() if stretch.stage
+        ]
         assert its.waits, "it is not to blame when the other hangs"
         late_ended = trainers[1 - first].call(getattr(late, begin))
         assert (ended(), late_ended()) == (None, None)

@@ -84,9 +84,15 @@ def test_divided_tasks_are_claimed_in_halves_and_sharded_ranks_end_together(
     own = [first.claim_task(0) for _ in range(total // 2)]
     assert [task.index for task in own if task] == list(range(total // 2))
     assert first.claim_task(0) is None
-    assert (first.unclaimed_tasks(0), second.unclaimed_tasks(0)) == (total // 2 if lockstep else 0, total // 2)
+    assert (first.unclaimed_tasks(0), second.unclaimed_tasks(0)) == (
+        total // 2 if lockstep else 0,
+        total // 2,
+    )
     assert second.claim_task(0).index == total // 2
-    assert (first.unclaimed_tasks(0), second.unclaimed_tasks(0)) == (total // 2 - 1 if lockstep else 0, total // 2 - 1)
+    assert (first.unclaimed_tasks(0), second.unclaimed_tasks(0)) == (
+        total // 2 - 1 if lockstep else 0,
+        total // 2 - 1,
+    )
 
 
 def test_a_divided_queue_is_of_those_who_generate(store: Store, tmp_path: Path) -> None:
@@ -373,7 +379,10 @@ def test_a_rank_waits_for_its_scorer_when_too_many_tasks_do_and_says_so(
     def open_gate() -> None:
         """Let the scorer go on a while after its rank has begun to wait."""
         for _ in range(1000):
-            if any(stretch.stage == "wait reward" for stretch in rollout.spans.progress.current_stretches()):
+            if any(
+                stretch.stage == "wait reward"
+                for stretch in rollout.spans.progress.current_stretches()
+            ):
                 waiting.set()
                 break
             time.sleep(0.005)

@@ -24,8 +24,8 @@ from torch import Tensor
 from digenrl.cluster.control import Aborted
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.store import StoreServer
-from digenrl.cluster.vitals import process_facts as facts_of
 from digenrl.cluster.vitals import facts_key
+from digenrl.cluster.vitals import process_facts as facts_of
 from digenrl.cluster.world import World
 from digenrl.extensions.tasks.digits import DigitsPolicy
 from digenrl.schedule import next_fragment, place_fragment, version_queue
@@ -223,7 +223,11 @@ def test_a_resumed_trainer_has_every_weight_moment_and_average_and_its_own_learn
     class Noting(DirectoryCheckpointIO):
         def begin(self, *args: Any) -> Any:
             noted.append(
-                (*args[1:3], [id(each) for each in args[4]], spans.progress.current_stretches()[0].stage)
+                (
+                    *args[1:3],
+                    [id(each) for each in args[4]],
+                    spans.progress.current_stretches()[0].stage,
+                )
             )
             with args[3]():
                 noted.append(spans.progress.current_stretches()[-1].stage)
@@ -330,7 +334,9 @@ def test_a_barrier_is_lightnings_and_a_wait_of_the_rank(
     strategy, seen = Ending(Publishing(store, tmp_path)), list[Any]()
     progress = strategy.session.progress
     monkeypatch.setattr(
-        DDPStrategy, "barrier", lambda self, *name: seen.append((*name, progress.current_stretches()[0].stage))
+        DDPStrategy,
+        "barrier",
+        lambda self, *name: seen.append((*name, progress.current_stretches()[0].stage)),
     )
     DisaggregatedStrategy.barrier(strategy, "name")
     assert seen == [("name", "wait straggler")]

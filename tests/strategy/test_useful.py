@@ -161,7 +161,13 @@ def test_padding_keeps_neighbours_in_step_and_all_where_gradients_are_reduced(
     """Rank 2 of two pairs has one block of six, the first pair two each."""
     spec = replace(SPEC, tsp_shard=True, shares=(3.0, 3.0, 1.0, 1.0))
     board = StepBoard(
-        spec, lambda f: place_fragment(spec, 4, f), 2, 0, {"r": 1.0}, lockstep=True, neighbours=neighbours
+        spec,
+        lambda f: place_fragment(spec, 4, f),
+        2,
+        0,
+        {"r": 1.0},
+        lockstep=True,
+        neighbours=neighbours,
     )
     for task in group_tasks(spec, 0, 0):
         board.add_part(part(task))

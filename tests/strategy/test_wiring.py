@@ -74,7 +74,9 @@ def test_every_part_of_a_rank_is_built_of_what_the_run_chose(
     parts.close()
     first, *_, last = map(json.loads, path.read_text().splitlines())
     assert last == row, "it was in memory"
-    assert first == json.loads(json.dumps(record_header(spec, runner.scheduler.roles, setup.last_step)))
+    assert first == json.loads(
+        json.dumps(record_header(spec, runner.scheduler.roles, setup.last_step))
+    )
     parts.close()
     # A rank that joins counts as fast as the profile says of the last rollout, until it has measured.
     for stage, known in (("generate", 7.0), ("train", 0.0)):

@@ -69,7 +69,10 @@ class Ranks:
         deadline = time.monotonic() + 20.0
         while time.monotonic() < deadline:
             message = self.links[rank].receive(1.0)
-            if message is not None and (version := self.arrivals[rank].add_message(message)) is not None:
+            if (
+                message is not None
+                and (version := self.arrivals[rank].add_message(message)) is not None
+            ):
                 return version
         raise AssertionError(f"no version came to rank {rank}; told: {self.told}")
 

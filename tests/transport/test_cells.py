@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.schedule import ScheduleSpec, Task, update_fragments, group_tasks, place_fragment
+from digenrl.schedule import ScheduleSpec, Task, group_tasks, place_fragment, update_fragments
 from digenrl.schedule.claims import Claim
 from digenrl.schedule.timesteps import Block
 from digenrl.transport.cells import Part, StepBoard, owned_positions, pack_cells
@@ -93,7 +93,10 @@ def test_cells_arrive_as_they_were_generated(positions: tuple[int, ...], more: b
 
 def test_a_trainer_without_cells_of_a_task_is_sent_the_rewards_alone() -> None:
     (task, _) = group_tasks(SPEC, 0, 0)
-    assert list(pack_cells(trajectory(task), (), CLAIM, 0.5).tensors) == ["rewards/r", "rewards/logged"]
+    assert list(pack_cells(trajectory(task), (), CLAIM, 0.5).tensors) == [
+        "rewards/r",
+        "rewards/logged",
+    ]
 
 
 def differ(rewards: Any) -> Tensor:

@@ -18,7 +18,7 @@ from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.transport.compress import CodedLine
-from digenrl.transport.difference import encode_difference, apply_difference
+from digenrl.transport.difference import apply_difference, encode_difference
 from digenrl.transport.link import PeerLine, SocketLink
 from digenrl.transport.repeated import _REMEMBERED, Repeated
 from digenrl.transport.weights import Arrivals, publish

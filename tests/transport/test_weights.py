@@ -33,10 +33,10 @@ from digenrl.transport.weights import (
     WeightsError,
     adopt,
     compute_digest,
-    plan_buckets,
     exchanged_values,
-    publish,
     layout_digest,
+    plan_buckets,
+    publish,
     take_part,
 )
 from digenrl.transport.wire import Message, MessageKind, decode, encode

@@ -75,7 +75,9 @@ class Advantage:
                 f"advantage.best_and_worst must be >= 1 or null, got {self.best_and_worst}"
             )
 
-    def teaching_groups(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    def teaching_groups(
+        self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]
+    ) -> Tensor:
         """Return [P] bool: groups in which a normalised reward differs between samples, judged by
         each group's own rewards.
 

@@ -156,7 +156,9 @@ class PolicyModule(pl.LightningModule):
         rows of groups that are not complete mean nothing."""
         return torch.ones_like(next(iter(rewards.values())), dtype=torch.bool)
 
-    def teaching_groups(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    def teaching_groups(
+        self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]
+    ) -> Tensor:
         """Return [P] bool: groups whose samples do not all score alike, every group unless
         `rewarded`; arguments as of `useful`."""
         return self.advantage.teaching_groups(rewards, weights) | (not self.rewarded)
@@ -316,7 +318,10 @@ class PolicyModule(pl.LightningModule):
             self._log_step(batch)
 
     def _log_step(self, batch: TrainBatch) -> None:
-        advantages, found = self.advantage(batch.rewards, batch.reward_weights), self.collect_metrics()
+        advantages, found = (
+            self.advantage(batch.rewards, batch.reward_weights),
+            self.collect_metrics(),
+        )
         for name, value in (found | reward_statistics(advantages, batch.rewards)).items():
             self.log(name, value.to(self.device), on_step=False, on_epoch=True, batch_size=1)
 

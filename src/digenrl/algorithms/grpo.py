@@ -194,7 +194,10 @@ class GRPO(PolicyModule):
         where these are the present ones."""
         if not self.surrogate.needs_proximal or batch.update == 0:
             return None
-        with torch.no_grad(), self._batch_start.swapped_into(self.policy.adapter.trained_parameters()):
+        with (
+            torch.no_grad(),
+            self._batch_start.swapped_into(self.policy.adapter.trained_parameters()),
+        ):
             return replay(self.policy, block, self.sde).log_prob
 
     def _kl_per_cell(self, new: ReplayedTransitions, reference: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from digenrl.models.policy import Policy
 from digenrl.parts import schedule_spec
 from digenrl.rewards.suite import RewardSuite
 from digenrl.run import engine_of
-from digenrl.schedule import update_fragments, group_tasks, place_fragment
+from digenrl.schedule import group_tasks, place_fragment, update_fragments
 from digenrl.schedule.claims import Claim
 from digenrl.settle import with_allocation, with_task_size
 from digenrl.strategy import gradients
@@ -86,9 +86,9 @@ class Loop:
         devices.take_gpu(0)
         self.step = 0
         """RL steps done, which is the version of the weights."""
-        self.policy: Policy = settings.build_group("model")
-        self.rewards: RewardSuite = settings.build_group("reward")
-        self.module: PolicyModule = settings.build_group("algorithm", policy=self.policy)
+        self.policy: Policy = settings.build("model")
+        self.rewards: RewardSuite = settings.build("reward")
+        self.module: PolicyModule = settings.build("algorithm", policy=self.policy)
         # It stands for the Trainer, and the module keeps it by a weak reference alone.
         # A strategy that names the device: for a kind that it does not know, Fabric takes the CPU.
         alone = SingleDeviceStrategy(accelerator.current_device())
@@ -101,7 +101,10 @@ class Loop:
         self.rewards.check_prompts(self.data.prompts)
         self.optimizer = self.module.configure_optimizers()
         self._spec = schedule_spec(
-            settings, self.module.train_steps.count_trained(settings.sampling.steps), trainers=1, rollouts=0
+            settings,
+            self.module.train_steps.count_trained(settings.sampling.steps),
+            trainers=1,
+            rollouts=0,
         )
         self.module.on_train_start()
 
@@ -168,8 +171,12 @@ class Loop:
             rank=0,
             step=self.step,
             reward_weights=weights,
-            useful=(lambda rewards: module.useful_samples(rewards, weights)) if spec.skip_zero else None,
-            teaches=(lambda rewards: module.teaching_groups(rewards, weights)) if spec.selects else None,
+            useful=(lambda rewards: module.useful_samples(rewards, weights))
+            if spec.skip_zero
+            else None,
+            teaches=(lambda rewards: module.teaching_groups(rewards, weights))
+            if spec.selects
+            else None,
         )
 
 

@@ -158,8 +158,8 @@ def sample(
     from digenrl.parts import sampling_spec
     from digenrl.rollout.engine import ode_samples
 
-    policy = composed.settings.build_group("model")
-    module = composed.settings.build_group("algorithm", policy=policy)
+    policy = composed.settings.build("model")
+    module = composed.settings.build("algorithm", policy=policy)
     module.to(accelerator.device_kind())
     if checkpoint is not None:
         restore_module(module, checkpoint)

@@ -112,7 +112,7 @@ class Checkpoint(pl.Callback):
                 "epoch": trainer.current_epoch,
                 "global_step": trainer.global_step,
                 "loops": deepcopy(trainer._checkpoint_connector._get_loops_state_dict()),
-                KEY: _strategy_state(trainer),
+                KEY: _resume_state(trainer),
             }
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -124,7 +124,9 @@ class Checkpoint(pl.Callback):
 
     def _save_finished(self, trainer: pl.Trainer, path: Path) -> None:
         """Write the checkpoint of the last finished step, from the middle of the next one."""
-        trainer.strategy.save_checkpoint(_dump_checkpoint(trainer) | self._progress | self._weights, path)
+        trainer.strategy.save_checkpoint(
+            _dump_checkpoint(trainer) | self._progress | self._weights, path
+        )
 
     def _begin_writing(self, trainer: pl.Trainer, step: int, write: Callable[[Path], None]) -> None:
         path = Path(trainer.default_root_dir) / "checkpoints" / f"step-{step:06d}"
@@ -170,14 +172,14 @@ class Checkpoint(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, object]
     ) -> None:
-        checkpoint[KEY] = _strategy_state(trainer)
+        checkpoint[KEY] = _resume_state(trainer)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         torch.set_rng_state(checkpoint[KEY]["rng"])
         trainer.strategy.state.previous = checkpoint[KEY]["previous"] or None  # type: ignore[attr-defined]
-        trainer.strategy.parts.shares.load(checkpoint[KEY].get("shares", {}))  # type: ignore[attr-defined]
+        trainer.strategy.parts.shares.load_state(checkpoint[KEY].get("shares", {}))  # type: ignore[attr-defined]
 
 
 def _retry_pauses(seconds: float) -> list[float]:
@@ -193,7 +195,7 @@ def _failure_cause(trainer: pl.Trainer, path: Path) -> str | None:
     """Wait for the checkpoint in progress; return why it could not be written, or None if it was
     written."""
     try:
-        trainer.strategy.saved()  # type: ignore[attr-defined]
+        trainer.strategy.wait_for_checkpoint()  # type: ignore[attr-defined]
     except OSError as error:
         return _failure_message(path, error)
     return None
@@ -212,13 +214,13 @@ def _failure_message(path: Path, error: OSError) -> str:
     return f"checkpoint {path.name} could not be written to {path.parent}: {cause}; {older}"
 
 
-def _strategy_state(trainer: pl.Trainer) -> dict[str, object]:
+def _resume_state(trainer: pl.Trainer) -> dict[str, object]:
     strategy: Any = trainer.strategy
     return {
         "rng": torch.get_rng_state(),
         "version": strategy.state.version,
         "previous": strategy.state.previous or {},
-        "shares": strategy.parts.shares.state(strategy.state.version),
+        "shares": strategy.parts.shares.checkpoint_state(strategy.state.version),
     }
 
 

@@ -29,10 +29,10 @@ from digenrl.record.run_dir import (
     SAMPLES,
     append_event,
     append_jsonl,
-    own_folder,
     atomic_replace,
-    unix_time,
     count_unwritten,
+    own_folder,
+    unix_time,
 )
 from digenrl.report.page.logged import logged
 from digenrl.report.read_run import JsonlTail
@@ -256,12 +256,14 @@ class Evaluation(pl.Callback):
     def _is_due(self, rl_step: int) -> bool:
         return self.every > 0 and rl_step % self.every == 0
 
-    def _begin_evaluation(self, trainer: pl.Trainer, pl_module: pl.LightningModule, rl_step: int) -> None:
+    def _begin_evaluation(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, rl_step: int
+    ) -> None:
         """Let rollouts evaluate the present weights, or evaluate them here."""
         self._begun, self._begun_at = rl_step, time.monotonic()
         evaluations: Any = getattr(getattr(trainer.strategy, "parts", None), "evaluations", None)
         if evaluations is not None and evaluations.on_rollouts:
-            evaluations.open(rl_step)
+            evaluations.open_evaluation(rl_step)
             self._open = rl_step
         else:
             self._assemble_evaluation(trainer, rl_step, None)
@@ -271,7 +273,8 @@ class Evaluation(pl.Callback):
         that it evaluates."""
         if self._open is not None:
             rl_step, self._open = self._open, None
-            trainer.strategy.parts.evaluations.finish(partial(self._assemble_evaluation, trainer, rl_step))  # type: ignore[attr-defined]
+            assemble = partial(self._assemble_evaluation, trainer, rl_step)
+            trainer.strategy.parts.evaluations.finish_evaluation(assemble)  # type: ignore[attr-defined]
 
     def _assemble_evaluation(
         self, trainer: pl.Trainer, rl_step: int, pieces: Mapping[int, Pictures] | None
@@ -289,7 +292,7 @@ class Evaluation(pl.Callback):
     def _sample_together(self, trainer: pl.Trainer, rl_step: int) -> Pictures:
         """Sample all prompts with all trainers together, and return the pictures on trainer 0."""
         parts: Any = getattr(trainer.strategy, "parts", None)
-        begin = (lambda: None) if parts is None else parts.stop_vote.begin
+        begin = (lambda: None) if parts is None else parts.stop_vote.begin_piece
         with getattr(
             trainer.lightning_module, "averaged", nullcontext
         )():  # the moving average, where there is one

@@ -118,7 +118,9 @@ class Guarded(Logger):
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            self._count_failures(1, f"slower than the run: {self._calls.maxsize} calls wait already")
+            self._count_failures(
+                1, f"slower than the run: {self._calls.maxsize} calls wait already"
+            )
 
     def _run_calls(self) -> None:
         while True:

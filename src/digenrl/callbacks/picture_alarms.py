@@ -58,7 +58,10 @@ def looks_of(media: Tensor) -> Looks:
     """Measure uint8 media [N, (F,) C, H, W], a few samples at a time: all videos of an evaluation
     in fp32 would take tens of gigabytes of the host."""
     parts = media.split(max(1, _AT_ONCE_BYTES // (4 * media[0].numel())))
-    found = [(picture_detail(part), grid_strength(part)) for part in (part.float() / 255 for part in parts)]
+    found = [
+        (picture_detail(part), grid_strength(part))
+        for part in (part.float() / 255 for part in parts)
+    ]
     details, grids = zip(*found, strict=True)
     return Looks(torch.cat(details), torch.cat(grids))
 

@@ -95,11 +95,11 @@ def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]
         )
     except NoCheckpoint as error:
         raise NoCheckpoint(f"{error}\nstep=base evaluates without one.") from error
-    evaluation: Evaluation = settings.build_group("callbacks.evaluation")
-    policy = settings.build_group("model")
-    module = settings.build_group("algorithm", policy=policy)
+    evaluation: Evaluation = settings.build("callbacks.evaluation")
+    policy = settings.build("model")
+    module = settings.build("algorithm", policy=policy)
     module.to(accelerator.device_kind())
-    rewards = scoring.build_group("reward")
+    rewards = scoring.build("reward")
     drawn = evaluation.drawn
     rewards.check_prompts(drawn.prompts)
     engine = engine_of(settings, module, rewards)

@@ -26,7 +26,7 @@ from digenrl.cluster.access import ACCESS, Access
 from digenrl.cluster.signals import StopSignals, ignore_closed_terminal
 from digenrl.config.commands import to_continue
 from digenrl.config.help import Arguments, RunDirectory, own_command
-from digenrl.config.stored import find_disagreements, configuration_identity
+from digenrl.config.stored import configuration_identity, find_disagreements
 from digenrl.launchers.reaching import read_access
 from digenrl.record.run_dir import SUMMARY
 
@@ -76,14 +76,19 @@ def join(request: JoinKeys, words: Sequence[str], signals: StopSignals) -> str:
             f"the run at {asked.place} runs {credentials['code']}, this is {code_version()}: start "
             "the rollout from the same checkout and environment as the run."
         )
-    if different := find_disagreements(credentials["configuration"], configuration_identity(settings.tree)):
+    if different := find_disagreements(
+        credentials["configuration"], configuration_identity(settings.tree)
+    ):
         raise ValueError(
             f"{request.run}/config.yaml is not the configuration of the run at {asked.place}: "
             f"{'; '.join(different)}. "
             "Copy config.yaml anew from the run's directory, and change nothing."
         )
     devices.check_gpus(
-        settings, {trainers + rollouts - 1: request.device}, request.device + 1, devices.usable_gpus()
+        settings,
+        {trainers + rollouts - 1: request.device},
+        request.device + 1,
+        devices.usable_gpus(),
     )
     check_open_files(trainers + rollouts + 1)
     advice = choose_advisor().advise_ranks(composed, trainers, rollouts)

@@ -31,7 +31,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(settings: ServeRewardSettings) -> None:
-    from digenrl.rewards.service import RewardService, ServiceLimits, describe_service, serve_rewards
+    from digenrl.rewards.service import (
+        RewardService,
+        ServiceLimits,
+        describe_service,
+        serve_rewards,
+    )
 
     limits = ServiceLimits(**settings.limits.model_dump())
     suite = reward_suite(settings)

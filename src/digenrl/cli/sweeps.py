@@ -31,7 +31,7 @@ from digenrl.config.errors import ConfigError
 from digenrl.config.help_pages import configuration_help
 from digenrl.config.loading import EXIT_CODE, SWEEP_FLAGS, load, without_flags
 from digenrl.config.shipped import config_directory
-from digenrl.config.words import quote_path_word, format_word
+from digenrl.config.words import format_word, quote_path_word
 from digenrl.record.redact import redact_text
 
 
@@ -169,7 +169,13 @@ def _refuse_bad(jobs: Sequence[SweepJob], config_name: str) -> None:
 
 def _run(job: SweepJob, program: Sequence[str], stop: _Signals) -> None:
     """Run one job to its end and fill in its result."""
-    command = [sys.executable, "-m", *program, *job.words, format_word("hydra.run.dir", job.run_dir)]
+    command = [
+        sys.executable,
+        "-m",
+        *program,
+        *job.words,
+        format_word("hydra.run.dir", job.run_dir),
+    ]
     began = time.monotonic()
     with job.log.open("wb") as log:
         # In a group of its own: Ctrl-C reaches it through `stop` alone, once.

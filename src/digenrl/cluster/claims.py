@@ -40,7 +40,9 @@ class StoredClaims:
     def replace_owner(self, version: int, position: int, old: Owner | None, new: Owner) -> bool:
         return self._control.compare_set(
             # The store takes "" for a key that nobody has set.
-            _owner_key(version, position), "" if old is None else _join_fields(old), _join_fields(new)
+            _owner_key(version, position),
+            "" if old is None else _join_fields(old),
+            _join_fields(new),
         )
 
     def forget_task(self, version: int, position: int) -> None:
@@ -86,7 +88,9 @@ def work_of(control: Control, ranks: Iterable[int]) -> dict[int, Work | None]:
     if joined:
         later = [int(rank) for rank in joined.split()]
         ranks, texts = ranks + later, texts + control.get_all([f"work/{rank}" for rank in later])
-    return {rank: _parse_work(text) if text else None for rank, text in zip(ranks, texts, strict=True)}
+    return {
+        rank: _parse_work(text) if text else None for rank, text in zip(ranks, texts, strict=True)
+    }
 
 
 def _parse_work(text: str) -> Work:

@@ -87,10 +87,15 @@ class Handshake:
                 end_when_unreachable(sock)
                 return sock
 
-    def _exchange_proofs(self, sock: socket.socket, purpose: str, rank: int, deadline: float) -> None:
+    def _exchange_proofs(
+        self, sock: socket.socket, purpose: str, rank: int, deadline: float
+    ) -> None:
         hello = _HELLO.pack(_MAGIC, rank, secrets.token_bytes(_NONCE_BYTES))
         sock.sendall(hello)
-        nonce, proof = _read_exactly(sock, _NONCE_BYTES, deadline), _read_exactly(sock, _PROOF_BYTES, deadline)
+        nonce, proof = (
+            _read_exactly(sock, _NONCE_BYTES, deadline),
+            _read_exactly(sock, _PROOF_BYTES, deadline),
+        )
         if not hmac.compare_digest(proof, self._handshake_proof(b"l", hello, nonce, purpose)):
             host, port = sock.getpeername()[:2]
             raise NotOfThisRun(
@@ -150,7 +155,9 @@ class AuthenticatedListener:
         self._waiting: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
         self._closed = False
-        threading.Thread(target=self._accept_connections, name=f"accept {purpose}", daemon=True).start()
+        threading.Thread(
+            target=self._accept_connections, name=f"accept {purpose}", daemon=True
+        ).start()
 
     def close(self) -> None:
         """Accept no further connection; established ones stay open. Idempotent."""

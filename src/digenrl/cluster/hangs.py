@@ -58,7 +58,8 @@ class HangDetector:
             if seconds > limit and not stretch.waits:
                 found.setdefault(
                     rank,
-                    f"hangs in {_describe_stretch(stretch)}: no progress for {seconds:.0f} s; {suggest_raising(key)}",
+                    f"hangs in {_describe_stretch(stretch)}: no progress for {seconds:.0f} s; "
+                    f"{suggest_raising(key)}",
                 )
         # In a collective, who is late cannot be told from those that wait for it.
         also = {rank: [f"rank {other}" for other in found if other != rank] for rank in found}

@@ -271,7 +271,8 @@ def fork_rank(
     inherit."""
     process = multiprocessing.get_context("fork").Process(
         # os.getpid() is evaluated here, in the parent.
-        target=_run_forked_rank, args=(rank_main, world, session, os.getpid(), forget)
+        target=_run_forked_rank,
+        args=(rank_main, world, session, os.getpid(), forget),
     )
     with signals_blocked():
         process.start()

@@ -109,7 +109,9 @@ class Network:
     def interface_of(self, host: str) -> str | None:
         """Return the name of this machine's interface with the address `host`; None: no interface
         has it."""
-        return next((name for name, addresses in _interface_addresses().items() if host in addresses), None)
+        return next(
+            (name for name, addresses in _interface_addresses().items() if host in addresses), None
+        )
 
     def _port_range(self) -> Sequence[int]:
         return [0] if self.ports is None else range(self.ports[0], self.ports[1] + 1)

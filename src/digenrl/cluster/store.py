@@ -49,7 +49,9 @@ class StoreServer:
         self._open: defaultdict[int, list[socket.socket]] = defaultdict(list)
         """rank -> its connections. Connections without a rank are not kept."""
         self._out: set[int] = set()
-        self._acceptor = AuthenticatedListener(listener, handshake, _PURPOSE, self._serve_connection)
+        self._acceptor = AuthenticatedListener(
+            listener, handshake, _PURPOSE, self._serve_connection
+        )
 
     def close(self) -> None:
         """Accept no further connection. Idempotent."""
@@ -138,12 +140,17 @@ class StoreClient(dist.Store):
 
     def compare_and_swap(self, key: str, expected: str, desired: str) -> bool:
         """Set `key` to `desired` if it holds `expected` ("" = nobody has set it): atomic."""
-        return self._send_request(b"swap", key.encode(), expected.encode(), desired.encode())[0] == _PRESENT
+        return (
+            self._send_request(b"swap", key.encode(), expected.encode(), desired.encode())[0]
+            == _PRESENT
+        )
 
     # ---- what process groups use
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._send_request(b"set", key.encode(), value.encode() if isinstance(value, str) else value)
+        self._send_request(
+            b"set", key.encode(), value.encode() if isinstance(value, str) else value
+        )
 
     def add(self, key: str, value: int) -> int:
         return int(self._send_request(b"add", key.encode(), b"%d" % value)[0])

@@ -132,7 +132,9 @@ def _passes_on(function: ast.FunctionDef) -> bool:
     """Whether a constructor hands its **kwargs to that of its base, and uses them nowhere else."""
     kwargs = function.args.kwarg
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-    handed = [_count_uses(call, kwargs) for call in calls if ast.unparse(call.func) == "super().__init__"]
+    handed = [
+        _count_uses(call, kwargs) for call in calls if ast.unparse(call.func) == "super().__init__"
+    ]
     return sum(handed) == _count_uses(function, kwargs) > 0
 
 
@@ -142,7 +144,9 @@ def _count_uses(node: ast.AST, name: ast.arg | None) -> int:
     return 0 if name is None else list(read).count(name.arg)
 
 
-def _accepted_arguments(module: str, definition: _Definition, depth: int = 0) -> tuple[str, ...] | None:
+def _accepted_arguments(
+    module: str, definition: _Definition, depth: int = 0
+) -> tuple[str, ...] | None:
     """Return the names that the constructor (or function) accepts; None = not knowable from its
     source."""
     if isinstance(definition, ast.FunctionDef):

@@ -9,7 +9,7 @@ from typing import Any, Self
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
-from digenrl.config.copies import resolved_plain, link_copies
+from digenrl.config.copies import link_copies, resolved_plain
 from digenrl.config.targets import instantiate
 
 
@@ -34,7 +34,9 @@ class Open(Closed):
         """Return the value of a key, or `default` where the YAML lacks it. For keys that only the
         constructor knows; attributes have the others."""
         extra = self.model_extra or {}
-        return extra[key] if key in extra else getattr(self, key) if self.holds_key(key) else default
+        return (
+            extra[key] if key in extra else getattr(self, key) if self.holds_key(key) else default
+        )
 
     def holds_key(self, key: str) -> bool:
         """Return whether the YAML has the key, which may be null."""
@@ -93,7 +95,7 @@ class Whole(Closed):
             raise KeyError(f"{group}: no such key in the settings")
         return found
 
-    def build_group(self, group: str, *arguments: object, **named: object) -> Any:
+    def build(self, group: str, *arguments: object, **named: object) -> Any:
         """Return the object that the group at a dotted key describes: `algorithm`,
         `algorithm.advantage`, `callbacks.evaluation`. Arguments and errors are those of
         `config.instantiate`."""

@@ -15,7 +15,7 @@ from digenrl.config.command_settings import schema_of
 from digenrl.config.compose import KnownKeys
 from digenrl.config.relations import relation_problems
 from digenrl.config.settings import DERIVED_TRAINER_KEYS
-from digenrl.config.targets import walk_nodes, target_problems
+from digenrl.config.targets import target_problems, walk_nodes
 from digenrl.config.validation import problems_by_key, show_value
 from digenrl.images import ImageLimits
 from digenrl.record.redact import MASK, is_secret_name, redact_text
@@ -73,7 +73,10 @@ def resolve_tree(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
     def resolve_node(value: object, path: str) -> Any:
         if isinstance(value, DictConfig):
             names = [str(key) for key in value]
-            items = {name: resolve_leaf(value, name, f"{path}.{name}" if path else name) for name in names}
+            items = {
+                name: resolve_leaf(value, name, f"{path}.{name}" if path else name)
+                for name in names
+            }
             return {name: item for name, item in items.items() if item is not _ABSENT}
         if isinstance(value, ListConfig):
             return [
@@ -109,8 +112,8 @@ def _leaf_problems(tree: Mapping[str, object], reported: Collection[str]) -> Ite
             r"DIGENRL_\w+", str(value)
         ):
             yield (
-                f"{path} = {show_value(value)}: a reward is sent variables named DIGENRL_... only, so "
-                "that no configuration can ask for another secret; put its token into one of those."
+                f"{path} = {show_value(value)}: a reward is sent variables named DIGENRL_... only, "
+                "so that no configuration can ask for another secret; put its token into one of those."
             )
         elif isinstance(value, str) and MASK in value:
             yield (

@@ -71,5 +71,7 @@ def to_continue(run_dir: Path, *words: str, given: Mapping[str, Any] | None = No
 
     config = read_plain(run_dir / CONFIG) if given is None else given
     lists = {key: config.get(key) or [] for key in ("allow_targets", "confirm_hosts")}
-    repeated = [f"{key}=[{','.join(map(format_value, names))}]" for key, names in lists.items() if names]
+    repeated = [
+        f"{key}=[{','.join(map(format_value, names))}]" for key, names in lists.items() if names
+    ]
     return shell_command("resume", [*repeated, *reaching_words(config), *words], run_dir)

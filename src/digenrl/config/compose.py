@@ -24,13 +24,13 @@ from omegaconf.errors import OmegaConfBaseException
 from digenrl import facts
 from digenrl.config.command_settings import schema_of
 from digenrl.config.errors import MOST_SHOWN, ConfigError, list_names, nearest_name
-from digenrl.config.paths import absolute_paths, typed_paths, lies_under
+from digenrl.config.paths import absolute_paths, lies_under, typed_paths
 from digenrl.config.removed import removal_reason
 from digenrl.config.settings import DERIVED_TRAINER_KEYS
 from digenrl.config.shipped import config_directory
 from digenrl.config.targets import walk_nodes
 from digenrl.config.validation import keys_of
-from digenrl.config.words import quote_path_word, shell_word, quote_value
+from digenrl.config.words import quote_path_word, quote_value, shell_word
 from digenrl.record.redact import MASK, is_secret_name, redact_text
 
 VERSION_BASE = "1.3"
@@ -274,7 +274,9 @@ class KnownKeys:
             k.removeprefix(f"{parent}.") for k in known if not parent or k.startswith(f"{parent}.")
         ]
         siblings = {name.partition(".")[0] for name in inside}
-        return f"{key} = {shown}: no such key; {parent or 'the top level'} has {list_names(siblings)}."
+        return (
+            f"{key} = {shown}: no such key; {parent or 'the top level'} has {list_names(siblings)}."
+        )
 
 
 def _key_exists(tree: object, key: str) -> bool:
@@ -326,7 +328,9 @@ def compose_words(words: Sequence[str], config_name: str) -> tuple[DictConfig, l
     """
     parsed = parse_words(words)
     try:
-        config = compose_config(config_name, [str(word.input_line) for word in parsed.groups], parsed.own)
+        config = compose_config(
+            config_name, [str(word.input_line) for word in parsed.groups], parsed.own
+        )
     except ConfigError as error:
         raise ConfigError([*parsed.problems, *error.problems]) from error
     problems = [*parsed.problems, *apply_values(config, parsed.values, config_name)]

@@ -22,7 +22,8 @@ def command_help(text: str | None, schema: type[BaseModel] | None = None) -> str
     if schema is not None:
         keys = keys_of(schema)
         defaults = {
-            key: "required" if its.required else show_value(its.default) for key, its in keys.items()
+            key: "required" if its.required else show_value(its.default)
+            for key, its in keys.items()
         }
         lines += ["\nkeys (key=value):", *_key_lines(keys, defaults)]
     return "\n".join(lines)

@@ -31,10 +31,10 @@ from digenrl.config.help_pages import configuration_help
 from digenrl.config.paths import (
     absolute_path,
     absolute_paths,
+    lies_under,
     own_prompt_files,
     parts_of,
     taken_for_files,
-    lies_under,
 )
 from digenrl.config.reaching import reaching_problems
 from digenrl.config.settings import Settings

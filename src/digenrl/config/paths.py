@@ -114,7 +114,9 @@ def _lies_in(path: str, component: str) -> bool:
 def _of_component(name: str, path: str, value: str) -> str:
     if value.startswith(_MARKS):
         # `~name` of an unknown user stays as it is.
-        return absolute_path(value) if os.path.expanduser(value) != value or value[0] == "." else value
+        return (
+            absolute_path(value) if os.path.expanduser(value) != value or value[0] == "." else value
+        )
     if os.path.isabs(value):
         return value
     if name in _PROMPTS or (name == "file" and any(f".{key}[" in path for key in _PROMPTS)):

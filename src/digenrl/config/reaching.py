@@ -116,8 +116,8 @@ def _unasked_problem(path: str, value: object, what: str, given: Collection[str]
     """Yield a message if the command line does not set the key at `path`."""
     if not any(path == key or path.startswith(f"{key}.") for key in given):
         yield (
-            f"{path} = {show_value(value)}: {what}, so it counts only on the command line, not in a "
-            "stored config.yaml or another YAML file; repeat it there if you want it."
+            f"{path} = {show_value(value)}: {what}, so it counts only on the command line, not in "
+            "a stored config.yaml or another YAML file; repeat it there if you want it."
         )
 
 
@@ -136,7 +136,9 @@ def _serve_problems(path: str, node: Mapping[str, object], given: Collection[str
     if args in (None, []):
         return
     yield from (f"{path}.args = {show_value(args)}: {why}." for why in flag_problems(args))
-    yield from _unasked_problem(f"{path}.args", args, "goes to the command of the judge's server", given)
+    yield from _unasked_problem(
+        f"{path}.args", args, "goes to the command of the judge's server", given
+    )
 
 
 def _logger_problems(path: str, target: str, node: Mapping[str, object]) -> Iterator[str]:
@@ -151,8 +153,8 @@ def _logger_problems(path: str, target: str, node: Mapping[str, object]) -> Iter
             )
         elif key in _FOLDERS and isinstance(value, str) and not _FOLDER.fullmatch(value):
             yield (
-                f"{path}.{key} = {show_value(value)}: is part of a file's name; use letters, digits, "
-                "spaces and _ . + = @ -, not beginning with a dot."
+                f"{path}.{key} = {show_value(value)}: is part of a file's name; use letters, "
+                "digits, spaces and _ . + = @ -, not beginning with a dot."
             )
         elif key in _FOLDERS and not isinstance(value, (str, int, type(None))):
             yield f"{path}.{key} = {show_value(value)}: is part of a file's name; use text."

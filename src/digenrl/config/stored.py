@@ -31,7 +31,7 @@ from digenrl.config.reaching import reaching_words
 from digenrl.config.removed import present_name, removal_reason
 from digenrl.config.settings import RESUMABLE, may_change
 from digenrl.config.shipped import config_directory
-from digenrl.config.targets import walk_nodes, find_targets
+from digenrl.config.targets import find_targets, walk_nodes
 from digenrl.config.validation import keys_of, show_value
 from digenrl.config.words import quote_value
 from digenrl.record.redact import MASK, redact, redact_text
@@ -72,13 +72,15 @@ def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
         )
     written = OmegaConf.to_container(tree, resolve=False)
     foreign = [
-        (path, value) for path, value in walk_nodes(written) if isinstance(value, str) and "${" in value
+        (path, value)
+        for path, value in walk_nodes(written)
+        if isinstance(value, str) and "${" in value
     ]
     if foreign:
         raise ConfigError(
             [
-                f"{file}: {path} = {show_value(value)}: is refused, because a run stores values and no "
-                "interpolations; write the value there if you trust the file."
+                f"{file}: {path} = {show_value(value)}: is refused, because a run stores values "
+                "and no interpolations; write the value there if you trust the file."
                 for path, value in foreign
             ]
         )
@@ -89,7 +91,9 @@ def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
             node["_target_"] = present_name(target)  # type: ignore[index]  # of OmegaConf
     added = _add_missing_keys(tree)
     notes = {"lacks keys that came after it; from the defaults": added}
-    notes["names a directory that counts only on the command line; left out"] = _reset_prompt_store(tree)
+    notes["names a directory that counts only on the command line; left out"] = _reset_prompt_store(
+        tree
+    )
     notes["holds keys that were removed; left out"] = _drop_removed_keys(tree)
     return tree, [f"{file} {said}: {', '.join(words)}." for said, words in notes.items() if words]
 
@@ -133,7 +137,9 @@ def _no_run(run: Path, word: str) -> str:
     near = [str(path.parent) for path in sorted(run.glob("*/config.yaml"))[-3:]]
     hint = f" It holds the runs {', '.join(near)}." if near else ""
     if not near and (
-        close := nearest_name(run.name, [path.parent.name for path in run.parent.glob("*/config.yaml")])
+        close := nearest_name(
+            run.name, [path.parent.name for path in run.parent.glob("*/config.yaml")]
+        )
     ):
         hint = f" Nearest: {run.parent / close}."
     remedy = f"name a run directory, e.g. {word}=outputs/<experiment>/<time>-0 (with make: RUN=...)"
@@ -240,7 +246,9 @@ def words_to_join(tree: object) -> list[str]:
     plain: Any = OmegaConf.to_container(tree) if OmegaConf.is_config(tree) else tree
     hosts = dict.fromkeys(host for _, host in _remote_hosts(plain))
     found = {"allow_targets": plain.get("allow_targets") or [], "confirm_hosts": list(hosts)}
-    words = [f"{key}=[{','.join(map(quote_value, names))}]" for key, names in found.items() if names]
+    words = [
+        f"{key}=[{','.join(map(quote_value, names))}]" for key, names in found.items() if names
+    ]
     return [*words, *reaching_words(plain)]
 
 
@@ -287,7 +295,9 @@ def forbidden_changes(
     )
     if not keys:
         return []
-    said = ", ".join(f"{key} = {_leaf_text(after, key)} (stored: {_leaf_text(before, key)})" for key in keys)
+    said = ", ".join(
+        f"{key} = {_leaf_text(after, key)} (stored: {_leaf_text(before, key)})" for key in keys
+    )
     return [
         f"{said}: a resumed run keeps what its checkpoint was trained with; start a new run for "
         f"another value. May change: {list_names(RESUMABLE)}."
@@ -308,7 +318,9 @@ def configuration_identity(tree: DictConfig) -> dict[str, Any]:
     machine's own keys."""
     plain = redact(OmegaConf.to_container(tree))
     return {
-        key: value for key, value in _tree_leaves(plain) if _top_group(key) not in _OWN and key not in _OWN
+        key: value
+        for key, value in _tree_leaves(plain)
+        if _top_group(key) not in _OWN and key not in _OWN
     }
 
 

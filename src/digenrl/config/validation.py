@@ -107,7 +107,9 @@ def _allowed_phrase(node: Mapping[str, Any], between: str = " | ") -> str:
         return f"list of ({_allowed_phrase(node['items'])})"
     if kind in ("integer", "number"):
         words = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-        limits = [f"{sign} {_number_text(node[word])}" for word, sign in words.items() if word in node]
+        limits = [
+            f"{sign} {_number_text(node[word])}" for word, sign in words.items() if word in node
+        ]
         return " ".join(
             ["whole number" if kind == "integer" else "number", " and ".join(limits)]
         ).strip()
@@ -203,7 +205,8 @@ def _error_message(tree: Any, located: _Located, unknown: Callable[[str, Any], s
         key, value, allowed = ".".join(error["loc"]), error["input"], "a group of keys"
     if (why := removal_reason(key, value)) is not None:
         return f"{key} = {show_value(value)}: was removed; {why}."
-    return f"{key} = {show_value(value)}: {wrong}; allowed: {allowed}.{_suggest_instead(key, value, allowed)}"
+    instead = _suggest_instead(key, value, allowed)
+    return f"{key} = {show_value(value)}: {wrong}; allowed: {allowed}.{instead}"
 
 
 def _suggest_instead(key: str, value: object, allowed: str) -> str:

@@ -139,13 +139,15 @@ def advance_state(
     steps = torch.full((rows,), k, dtype=torch.int64, device=latents.device)  # [b]
     sigma, next_sigma, guard = step_sigmas(sigmas.to(latents.device), steps)  # each [b]
     rows_of, key = expand_condition(condition, rows), state.key
-    velocity = policy.pace_velocity(policy.velocity(latents, sigma, rows_of), sigma, next_sigma)  # [b, *L]
+    velocity = policy.paced(policy.velocity(latents, sigma, rows_of), sigma, next_sigma)  # [b, *L]
     # A step without noise has no density, so nothing of it is kept for training.
     if k not in plan.sde:
         following = ode_step(latents, velocity, sigma, next_sigma, latents.dtype)
         return replace(state, latents=following, next_step=k + 1)
     # Drawn by the processor while the GPU still computes the velocity.
-    noise = policy.to_device(keys.noise(key.seed, key.step, key.uid, key.samples, k, latents.shape[1:]))
+    noise = policy.to_device(
+        keys.noise(key.seed, key.step, key.uid, key.samples, k, latents.shape[1:])
+    )
     out = kernel.transition(
         latents,
         velocity,
@@ -226,7 +228,7 @@ def ode_sample(
             # On a grid from 1, snr[0] is -inf at k = 1, and `ahead` is 0.
             ahead = 0.5 * float((snr[2] - snr[1]) / (snr[1] - snr[0]))
             velocity = velocity - ahead * (clean - before) / grid[k]
-        velocity = policy.pace_velocity(velocity, sigma, next_sigma)
+        velocity = policy.paced(velocity, sigma, next_sigma)
         latents, before = ode_step(latents, velocity, sigma, next_sigma, noise.dtype), clean
     return latents
 

@@ -31,7 +31,7 @@ from digenrl.cluster.control import Control
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session, World
 from digenrl.config.settings import Settings
-from digenrl.config.stored import find_disagreements, configuration_identity
+from digenrl.config.stored import configuration_identity, find_disagreements
 from digenrl.hardware import assign_ranks, parse_hardware
 from digenrl.launchers.places import Place, process_ranks
 from digenrl.record.code_version import code_version

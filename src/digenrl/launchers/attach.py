@@ -140,7 +140,10 @@ def run_attached(place: Place, job: Job, signals: StopSignals) -> tuple[Path, Ru
         name = notices.get("checkpoint").decode()
         job = replace(job, checkpoint=run_dir / "checkpoints" / name if name else None)
         session = replace(
-            _session_from_access(run_dir, place, handshake), host=host, network=network, limits=limits
+            _session_from_access(run_dir, place, handshake),
+            host=host,
+            network=network,
+            limits=limits,
         )
         world = World(ranks[place.rank], trainers, rollouts, place.local_rank)
 
@@ -257,7 +260,9 @@ def _watch_ranks(
                     [*names, *members.joined_elsewhere]
                 ).items():
                     refusal = (
-                        f"{names[rank]} {cause}" if rank in names else members.remove_rollout(rank, cause)
+                        f"{names[rank]} {cause}"
+                        if rank in names
+                        else members.remove_rollout(rank, cause)
                     )
                     if refusal is not None:
                         control.abort_run(refusal)

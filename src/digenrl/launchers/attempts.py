@@ -66,7 +66,9 @@ def fork_ranks(job: Job, signals: StopSignals, show: Show) -> tuple[Path, RunOut
     while True:
         announce_launch(job, run_dir, checkpoint)
         try:
-            outcome = launch_ranks(_attempt_launch(job, launcher, run_dir, checkpoint, signals, show))
+            outcome = launch_ranks(
+                _attempt_launch(job, launcher, run_dir, checkpoint, signals, show)
+            )
         except OSError as error:  # no free port
             return run_dir, RunOutcome("failed", str(error), 1)
         finally:

@@ -17,7 +17,7 @@ from digenrl.cluster.launcher import Launcher, RankMain, check_open_files
 from digenrl.cluster.network import Network
 from digenrl.config import EXIT_CODE, Composed, ConfigError
 from digenrl.config.commands import to_continue
-from digenrl.config.stored import configuration_identity, compare_ties
+from digenrl.config.stored import compare_ties, configuration_identity
 from digenrl.launchers.agreement import check_machine
 from digenrl.launchers.missing import explain_refusal
 from digenrl.launchers.on_ray import RayLauncher
@@ -26,7 +26,13 @@ from digenrl.record import run_lock
 from digenrl.record.code_version import code_version
 from digenrl.rewards.needs import require_weights
 from digenrl.settle import begins_with, settle_run
-from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of, ties_of, verify_checkpoint
+from digenrl.strategy.checkpoint_io import (
+    CheckpointError,
+    newest_valid,
+    step_of,
+    ties_of,
+    verify_checkpoint,
+)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,9 @@ class JoinRequest:
 
     def connect_control(self, rank: int = -1) -> Control:
         """Return the run's control store, as `rank` reaches it."""
-        return Control(StoreClient(self.access.host, self.access.port, self.make_handshake(rank)), rank)
+        return Control(
+            StoreClient(self.access.host, self.access.port, self.make_handshake(rank)), rank
+        )
 
 
 def credentials_of(request: JoinRequest) -> Mapping[str, Any]:
@@ -71,7 +73,9 @@ def credentials_of(request: JoinRequest) -> Mapping[str, Any]:
         ValueError: no run answers, the token is that of another run, or the run is ending.
     """
     try:
-        shown, cause, *ends = request.connect_control().get_all([CREDENTIALS, "abort", "stop", "done"])
+        shown, cause, *ends = request.connect_control().get_all(
+            [CREDENTIALS, "abort", "stop", "done"]
+        )
     except NotOfThisRun as error:
         raise ValueError(
             f"the token is not that of the run at {request.place}: take "

@@ -43,7 +43,9 @@ def find_needs(composed: Composed, advisor: Advisor, local: bool = True) -> Iter
     settings = composed.settings
     real_places = local and settings.launch == "local" and not settings.hardware.emulate
     if real_places:
-        yield from _needs_of_check("GPUs", partial(_check_gpus, settings), "the ranks have what they ask for")
+        yield from _needs_of_check(
+            "GPUs", partial(_check_gpus, settings), "the ranks have what they ask for"
+        )
     yield from _needs_of_check("memory", lambda: settle_run(composed, advisor), "every rank fits")
     if settings.hardware.emulate:
         return
@@ -89,7 +91,9 @@ def _explains_failure(found: Sequence[Need], first: Exception) -> bool:
 
 def _check_gpus(settings: Settings) -> None:
     ranks = sum(allocated_ranks(settings))
-    devices.check_gpus(settings, {rank: rank for rank in range(ranks)}, ranks, devices.usable_gpus())
+    devices.check_gpus(
+        settings, {rank: rank for rank in range(ranks)}, ranks, devices.usable_gpus()
+    )
 
 
 def _model_need(settings: Settings) -> Need:

@@ -112,7 +112,9 @@ class RayLauncher:
             return {"CPU": 1} if emulated or hardware.find_pool(pool).gpu == "cpu" else {"GPU": 1}
 
         trainers, rollouts = settings.allocation.split
-        wants = tuple(wanted_resources(pool) for pool, _ in assign_ranks(hardware, trainers, rollouts))
+        wants = tuple(
+            wanted_resources(pool) for pool, _ in assign_ranks(hardware, trainers, rollouts)
+        )
         return seated_ranks(
             Places(
                 own.address,
@@ -144,7 +146,7 @@ class Seat:
 
     def live(self, rank_main: RankMain, world: World, facts: Mapping[str, Any]) -> int:
         """Run this rank and return its exit code. `facts` are the fields of its `Session`."""
-        host = facts["network"].address(lambda: source_address(facts["store_host"]))
+        host = facts["network"].interface_address(lambda: source_address(facts["store_host"]))
         session = Session(**facts, host=host)
         if not session.run_dir.is_dir():
             error = ValueError(
@@ -273,7 +275,9 @@ def seated_ranks(
 
         def start_refilling(rank: int, run_dir: Path, life: RayRank | None) -> None:
             how = life, partial(create_actor, rank), run_dir, places.respawn_s, over, places.words
-            threading.Thread(target=_refill_place, args=how, name=f"fill-{rank}", daemon=True).start()
+            threading.Thread(
+                target=_refill_place, args=how, name=f"fill-{rank}", daemon=True
+            ).start()
 
         def start_actor(rank_main: RankMain, world: World, session: Session) -> RayRank:
             names = (

@@ -57,7 +57,9 @@ class Place:
             trainers, rollouts = begins_with(settings)
             check_allocation(self, trainers, rollouts)
             rank = process_ranks(parse_hardware(settings.hardware), trainers, rollouts)[self.rank]
-            devices.check_gpus(settings, {rank: self.local_rank}, self.local_size, devices.usable_gpus())
+            devices.check_gpus(
+                settings, {rank: self.local_rank}, self.local_size, devices.usable_gpus()
+            )
 
 
 def place_of(environment: Mapping[str, str]) -> Place:

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from digenrl.models.lora import ADAPTER, AdaptedLinear, CastLinear, LoraSpec, inject_lora, wide_dtype
+from digenrl.models.lora import (
+    ADAPTER,
+    AdaptedLinear,
+    CastLinear,
+    LoraSpec,
+    inject_lora,
+    wide_dtype,
+)
 
 
 def cast_parameters(module: nn.Module) -> Iterator[nn.Parameter]:

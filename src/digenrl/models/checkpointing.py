@@ -37,7 +37,9 @@ second are the products that close a block.
 """
 
 
-def enable_recompute(transformer: ModelMixin, blocks: Sequence[nn.Module], recompute: Recompute) -> None:
+def enable_recompute(
+    transformer: ModelMixin, blocks: Sequence[nn.Module], recompute: Recompute
+) -> None:
     """Make each of `blocks` of `transformer` (a diffusers model) keep the activations that
     `recompute` selects.
 
@@ -69,7 +71,9 @@ def _run_block(
     return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False, **selected)
 
 
-def _keeps_output(least: float, _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _keeps_output(
+    least: float, _: Any, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     """Keep the output of fused attention, by any backend, and of products with at least `least`
     inputs per output."""
     first = _PRODUCTS.get(operator)

@@ -137,14 +137,17 @@ class Codec(ABC):
             for row, each in enumerate(missing):
                 self._embeddings[each] = {
                     # A copy of the row, since a view would keep the whole batch alive.
-                    key: value[row : row + 1].cpu().clone() for key, value in encoded.items()
+                    key: value[row : row + 1].cpu().clone()
+                    for key, value in encoded.items()
                 }
         # Most recently used last.
         for each in wanted:
             self._embeddings.move_to_end(each)
         condition = self._stack_rows(positive)
         if negative:
-            condition |= {NEGATIVE + key: value for key, value in self._stack_rows(negative).items()}
+            condition |= {
+                NEGATIVE + key: value for key, value in self._stack_rows(negative).items()
+            }
         elif any(prompt.negative for prompt in prompts):
             message = (
                 f"negative prompts are ignored: {self.family} runs without classifier-free "

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 _FILE = "diffusion_pytorch_model.safetensors"
 
 
-def build_empty(component: type[ModelMixin], path: str, subfolder: str, dtype: torch.dtype) -> nn.Module:
+def build_empty(
+    component: type[ModelMixin], path: str, subfolder: str, dtype: torch.dtype
+) -> nn.Module:
     """Return the network that `pretrained.load_component` gives, in its dtypes, without values.
 
     Raises:

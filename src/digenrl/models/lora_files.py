@@ -169,7 +169,9 @@ def _read_file(
                 # Names of another tool: the tensor has that tool's order of halves, too.
                 renamed = name not in linears and name not in own_names
                 turned = renamed and members[0].endswith(swapped)
-                _add_layer(opened, layer, members, prefix, spec, stated, wanted, linears, found, turned)
+                _add_layer(
+                    opened, layer, members, prefix, spec, stated, wanted, linears, found, turned
+                )
     except (SafetensorError, OSError) as error:
         raise LoraFileError(f"{file} cannot be read as safetensors: {error}") from error
 
@@ -295,7 +297,9 @@ def _trim_rank(down: Tensor, up: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def _stated_scale(file: Path, metadata: Mapping[str, str], keys: list[str]) -> float | None:
     """Return alpha / rank as the file's tool states it beside the factors; None: not at all."""
     if (text := metadata.get(_METADATA)) is not None and len(text) <= _LONGEST:
-        stated = {key.rpartition(".")[2]: value for key, value in _parse_mapping(file, text).items()}
+        stated = {
+            key.rpartition(".")[2]: value for key, value in _parse_mapping(file, text).items()
+        }
         return _peft_scale(file, stated)
     if (config := file.parent / _PEFT_CONFIG).is_file() and file.name == _OF_PEFT:
         if config.stat().st_size > _LONGEST:

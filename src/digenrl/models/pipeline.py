@@ -336,7 +336,9 @@ class DiffusersPolicy(Policy):
         `digenrl.models.deferred`."""
         for network in self.all_networks() if self._empty else ():
             spec = self.adapter.lora
-            deferred.fill_parameters(network, self.path, self.components, spec, device, self.loaded_factors())
+            deferred.fill_parameters(
+                network, self.path, self.components, spec, device, self.loaded_factors()
+            )
 
     def _freeze_unread(self) -> None:
         """Freeze the parameters on which no velocity depends."""

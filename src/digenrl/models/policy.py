@@ -185,7 +185,7 @@ class Policy(nn.Module, ABC):
             if network is not None
         ]
 
-    def apply_guidance(self, conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
+    def guide(self, conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
         """Return the classifier-free guidance of two fp32 velocities [B, *L] (Ho & Salimans 2022,
         arXiv:2207.12598).
 
@@ -197,7 +197,7 @@ class Policy(nn.Module, ABC):
         """Return the scale for rows of these noise levels [B], as `guide` takes it."""
         return self.cfg_scale
 
-    def pace_velocity(self, velocity: Tensor, sigmas: Tensor, following: Tensor) -> Tensor:
+    def paced(self, velocity: Tensor, sigmas: Tensor, following: Tensor) -> Tensor:
         """Return the velocity [B, *L] of a step between the noise levels `sigmas` and `following`
         [B]. A family whose undrawn tokens have noise levels of their own scales theirs, so that the
         one Euler step takes them to their next level."""
@@ -271,7 +271,9 @@ class Policy(nn.Module, ABC):
             if self.detach_unconditional:
                 with torch.no_grad():
                     output = self.predict(
-                        latents, sigmas, {key: self._negative_condition(condition, key) for key in positive}
+                        latents,
+                        sigmas,
+                        {key: self._negative_condition(condition, key) for key in positive},
                     )
                 output = torch.cat([output, self.predict(latents, sigmas, positive)])  # [2B, *L]
             else:
@@ -283,7 +285,7 @@ class Policy(nn.Module, ABC):
                 output = self.predict(torch.cat([latents] * 2), torch.cat([sigmas] * 2), both)
         # The unconditional rows come first.
         unconditional, conditional = (self._velocity_of(latents, each) for each in output.chunk(2))
-        return self.apply_guidance(conditional, unconditional, self.cfg_scale_at(sigmas))
+        return self.guide(conditional, unconditional, self.cfg_scale_at(sigmas))
 
     def _velocity_of(self, latents: Tensor, output: Tensor) -> Tensor:
         """Return the output of `predict`, at least in fp32. Another shape would be broadcast to a

@@ -64,7 +64,9 @@ class PromptStore:
                 found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # no mapping
         except (OSError, SafetensorError):
             return None
-        if facts.get(_HOLDS) == self._wording_digest(wording) and facts.get(_DIGEST) == _tensors_digest(found):
+        if facts.get(_HOLDS) == self._wording_digest(wording) and facts.get(
+            _DIGEST
+        ) == _tensors_digest(found):
             return found
         logger.warning("%s is damaged or of another wording: it is encoded again", path)
         path.unlink(missing_ok=True)

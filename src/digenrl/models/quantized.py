@@ -70,7 +70,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient @ ctx.layer.dequantized(gradient.dtype), None  # [..., O] x [O, I]
+        return gradient @ ctx.layer.dequantize_weight(gradient.dtype), None  # [..., O] x [O, I]
 
 
 def require_library(kind: str) -> None:
@@ -84,7 +84,9 @@ def require_library(kind: str) -> None:
 
 def quantize_blocks(blocks: Iterable[nn.Module], kind: str) -> None:
     """Replace every linear layer of `blocks` by one with frozen weights in `kind` (nf4, int8)."""
-    if sys.modules.get("bitsandbytes", quantize_blocks) is None:  # hidden from the launcher (cli/train.py)
+    if (
+        sys.modules.get("bitsandbytes", quantize_blocks) is None
+    ):  # hidden from the launcher (cli/train.py)
         del sys.modules["bitsandbytes"]
     for block in blocks:
         for name, module in list(block.named_modules()):

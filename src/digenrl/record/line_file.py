@@ -6,7 +6,13 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from digenrl.record.run_dir import open_below, own_folder, require_plain, count_unwritten, write_whole
+from digenrl.record.run_dir import (
+    count_unwritten,
+    open_below,
+    own_folder,
+    require_plain,
+    write_whole,
+)
 
 
 class LineFile:

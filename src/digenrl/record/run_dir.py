@@ -169,8 +169,8 @@ def require_own(run_dir: str | os.PathLike[str]) -> None:
             break
     if problems:
         raise ForeignEntry(
-            f"{'; '.join(map(printable_text, problems))}. A run directory holds plain files and folders "
-            "alone, because resume, evaluation, export and report read and write there: remove "
+            f"{'; '.join(map(printable_text, problems))}. A run directory holds plain files "
+            "and folders alone, because resume, evaluation, export and report read and write there: remove "
             "what is named, or copy the run without it."
         )
 

@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from digenrl.record.run_dir import printable_text, atomic_replace
+from digenrl.record.run_dir import atomic_replace, printable_text
 
 HOLDER = ".lock"
 """File that says who holds the lock: host, process and Unix second."""

@@ -119,7 +119,9 @@ def flag_problems(args: object) -> Iterator[str]:
             yield f"{flag} lacks a value, or its value is no plain word"
 
 
-def scorers_and_statistics(reward: Mapping[str, Any], callbacks: Mapping[str, Any]) -> Iterator[_Scorer]:
+def scorers_and_statistics(
+    reward: Mapping[str, Any], callbacks: Mapping[str, Any]
+) -> Iterator[_Scorer]:
     """Yield (dotted key, description, YAML node) of every scorer built here, and of every statistic
     of the evaluation."""
     for key, name, node in placed_scorers(reward):

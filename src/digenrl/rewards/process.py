@@ -122,7 +122,9 @@ class ProcessScorer:
             return self._client
         self._end_child()
         # `auto` in the child is this rank's device; torch numbers devices alike in both.
-        return self._connect_client(*self._spawn_child(self._node, accelerator.current_device().index))
+        return self._connect_client(
+            *self._spawn_child(self._node, accelerator.current_device().index)
+        )
 
     def _spawn_child(
         self,

@@ -191,7 +191,9 @@ class RemoteScorer:
             portal.call(self._http.aclose)
             self._threads.close()
 
-    def _run_in_thread(self, work: Callable[..., Awaitable[_Result]], *arguments: object) -> _Result:
+    def _run_in_thread(
+        self, work: Callable[..., Awaitable[_Result]], *arguments: object
+    ) -> _Result:
         """Return the result of `work(*arguments)`. Raises TimeoutError soon after the deadline."""
         with self._lock:
             if self._portal is None:
@@ -211,7 +213,9 @@ class RemoteScorer:
             )
         return _Endpoint(str(parsed).rstrip("/"))
 
-    async def _score_batch(self, media: Tensor, prompts: Sequence[Prompt], deadline: float) -> _Outcome:
+    async def _score_batch(
+        self, media: Tensor, prompts: Sequence[Prompt], deadline: float
+    ) -> _Outcome:
         outcome = _Outcome(torch.full((len(prompts),), math.nan))
         try:
             if not any(endpoint.limits for endpoint in self._endpoints):
@@ -230,7 +234,9 @@ class RemoteScorer:
                     body = frames.encode_request(
                         media[rows], prompts[rows], request_id, self._dtype, images
                     )
-                    scores = await self._retry_request((body, request_id, len(prompts[rows])), deadline)
+                    scores = await self._retry_request(
+                        (body, request_id, len(prompts[rows])), deadline
+                    )
                     assert scores is not None
                     outcome.scores[rows] = scores
                 except RewardUnavailable as error:
@@ -238,7 +244,9 @@ class RemoteScorer:
                 except ImageError as error:
                     raise RewardError(str(error)) from error
 
-        results = await asyncio.gather(*(score_rows(rows) for rows in parts), return_exceptions=True)
+        results = await asyncio.gather(
+            *(score_rows(rows) for rows in parts), return_exceptions=True
+        )
         for result in results:
             if isinstance(result, BaseException):
                 raise result

@@ -205,7 +205,9 @@ class RewardSuite:
             self.on_missing(name, missing, cause)
         return scores
 
-    def _ask_scorer(self, name: str, media: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, str]:
+    def _ask_scorer(
+        self, name: str, media: Tensor, prompts: Sequence[Prompt]
+    ) -> tuple[Tensor, str]:
         """Return (scores [B], cause of missing ones)."""
         try:
             with self.stage(f"score {name}"), torch.no_grad(), contain_exits(name):

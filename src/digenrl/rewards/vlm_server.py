@@ -142,7 +142,9 @@ def make_app(chat: Chat, token: str | None, hosts: Sequence[str] | None = None) 
             body = json.loads(raw)
             if body["model"] != chat.name:
                 return _refusal_response(404, f"{chat.name} is served here")
-            text = await asyncio.get_running_loop().run_in_executor(worker, chat.generate_answer, body)
+            text = await asyncio.get_running_loop().run_in_executor(
+                worker, chat.generate_answer, body
+            )
         except (LookupError, TypeError, ValueError, OSError) as error:
             return _refusal_response(400, f"{type(error).__name__}: {error}")
         message = {"role": "assistant", "content": text}

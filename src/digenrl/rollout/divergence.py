@@ -57,7 +57,7 @@ def noisy_trajectories(
     def transition_at(latents: Tensor, step: int, noise: Tensor) -> Transition:
         before_forward()
         sigma, following, guard = step_sigmas(grid, torch.full((rows,), step, device=grid.device))
-        velocity = policy.pace_velocity(policy.velocity(latents, sigma, condition), sigma, following)
+        velocity = policy.paced(policy.velocity(latents, sigma, condition), sigma, following)
         kept = latents.dtype
         return kernel.transition(
             latents, velocity, sigma, following, guard, noise, None, kept, policy.drawn

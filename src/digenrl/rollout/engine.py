@@ -304,7 +304,9 @@ class RolloutEngine:
         condition = self.policy.codec.encode([prompt])
         for _ in range(self.sampling.steps):
             before_step()
-            state = denoise.advance_state(self.policy, condition, state, self.grid, self._kernel, plan)
+            state = denoise.advance_state(
+                self.policy, condition, state, self.grid, self._kernel, plan
+            )
         return self.policy.codec.decode(state.latents)
 
     def _step_plan(self, task: Task, prompt: Prompt) -> StepPlan:

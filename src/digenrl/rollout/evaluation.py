@@ -79,7 +79,9 @@ class FixedSamples:
         parts, compared = [], self.kl_samples if engine.policy.adapter.has_reference else 0
         for place, number in enumerate(numbers):
             asked = self.pieces[number], self.per_prompt, self.seed, self.steps
-            made = engine.evaluate_prompts(*asked, before_step, compared, noise and place < NOISY_PIECES)
+            made = engine.evaluate_prompts(
+                *asked, before_step, compared, noise and place < NOISY_PIECES
+            )
             # The sample was drawn only so that all ranks make equal forwards. It is not kept:
             # otherwise the numbers would depend on the rank.
             if number >= NOISY_PIECES:

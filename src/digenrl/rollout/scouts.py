@@ -56,7 +56,9 @@ class ScoutingEngine(RolloutEngine):
         for turn in range(self._candidates):
             numbers = range(first + turn * task.samples, first + (turn + 1) * task.samples)
             # b noises at a time: a try needs no more memory than the task itself.
-            start = self._initial_state(denoise.SampleKey(self.seed, task.step, prompt.uid, tuple(numbers)))
+            start = self._initial_state(
+                denoise.SampleKey(self.seed, task.step, prompt.uid, tuple(numbers))
+            )
             media = self.policy.codec.decode(
                 denoise.ode_sample(self.policy, condition, start.latents, grid)
             )

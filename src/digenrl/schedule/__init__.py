@@ -2,13 +2,13 @@
 share. Standard library only."""
 
 from digenrl.schedule.order import (
-    update_fragments,
     group_tasks,
     group_version,
     next_fragment,
-    version_queue,
     resumed_queue,
+    update_fragments,
     update_of,
+    version_queue,
 )
 from digenrl.schedule.spec import (
     ScheduleSpec,
@@ -23,16 +23,16 @@ __all__ = [
     "Placement",
     "ScheduleSpec",
     "Task",
-    "update_fragments",
     "group_tasks",
     "group_version",
     "groups_of_step",
     "micro_batches_per_update",
     "next_fragment",
     "place_fragment",
-    "version_queue",
     "resumed_queue",
     "slices_of_group",
     "steps_per_forward",
+    "update_fragments",
     "update_of",
+    "version_queue",
 ]

@@ -300,7 +300,9 @@ class Claims:
         """
         return self._offer_again(partial(self._free_released, rank))
 
-    def return_lost_tasks(self, rank: int, cause: str, trainers: int, machine_lost: bool = False) -> list[str]:
+    def return_lost_tasks(
+        self, rank: int, cause: str, trainers: int, machine_lost: bool = False
+    ) -> list[str]:
         """Give back every task that `rank` owned and that not all trainers hold. Return their names
         for the log.
 
@@ -320,7 +322,9 @@ class Claims:
         newest = self._store.newest_version()
         # With one-step asynchrony the version before the newest still generates.
         for version in (*_queues_of(newest - 1), *_queues_of(newest)):
-            found = {position: free(version, position) for position in self._claimed_positions(version)}
+            found = {
+                position: free(version, position) for position in self._claimed_positions(version)
+            }
             back = [position for position, name in found.items() if name is not None]
             if back:
                 self._store.add_returned(version, back)
@@ -335,7 +339,11 @@ class Claims:
         if owner is not None and owner.rank == rank and owner.giver != NOBODY:
             free = owner._replace(rank=NOBODY, giver=NOBODY)
             owner = free if self._store.replace_owner(version, position, owner, free) else None
-        if owner is None or owner.rank != NOBODY or position in self._store.returned_positions(version):
+        if (
+            owner is None
+            or owner.rank != NOBODY
+            or position in self._store.returned_positions(version)
+        ):
             return None
         return _task_name(version, owner)
 

@@ -92,7 +92,9 @@ def update_fragments(spec: ScheduleSpec, update: int) -> tuple[tuple[int, ...], 
 def later_fragments(spec: ScheduleSpec, update: int) -> tuple[tuple[int, ...], ...]:
     """Return the fragments of the updates of a batch that follow `update`; -1 = of all updates."""
     return tuple(
-        f for later in range(update + 1, spec.updates_per_batch) for f in update_fragments(spec, later)
+        f
+        for later in range(update + 1, spec.updates_per_batch)
+        for f in update_fragments(spec, later)
     )
 
 

@@ -40,7 +40,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 from digenrl.schedule.ranks import Roles, Work, declines_task
-from digenrl.schedule.search import Decision, LendingMonitor, LendingState, after_older, search_loans
+from digenrl.schedule.search import (
+    Decision,
+    LendingMonitor,
+    LendingState,
+    after_older,
+    search_loans,
+)
 from digenrl.schedule.spec import ScheduleSpec, Task
 from digenrl.schedule.timesteps import cells_by_rank
 
@@ -370,7 +376,9 @@ class Scheduler:
         if self._cannot_judge_loan(rank) or self.roles.colocated:
             return 0
         rollouts = self._known_speed(sorted(self._generators))
-        state = self._lending_state(rank, rollouts, {}, step, pending, left, now, self.roles.trainers)
+        state = self._lending_state(
+            rank, rollouts, {}, step, pending, left, now, self.roles.trainers
+        )
         decision = search_loans(state)
         head = min(decision.lend * state.lenders, state.tasks_left)
         self._trainers[rank].opened = (decision, now) if head else None
@@ -456,7 +464,9 @@ class Scheduler:
         known = {other for other in self._generators if other in self._ranks}
         if not working or working.keys() != known or ("train", rank) not in self._costs:
             return None
-        state = self._lending_state(rank, working, {}, step, pending, left, now, self.roles.trainers)
+        state = self._lending_state(
+            rank, working, {}, step, pending, left, now, self.roles.trainers
+        )
         off = self._trainers[rank].monitor.off
         may_lend = self.spec.tag and not off and not self.roles.colocated
         return now + search_loans(replace(state, may_lend=may_lend)).predicted_step_s

@@ -298,7 +298,9 @@ class _Search:
                 ready = done_by[own - 1]
             if cover is not None and (wait := ready - now - 2 * state.switch_seconds) > 0:
                 fit = self.k_max if wait == float("inf") else int(wait / state.lend_seconds) + cover
-                after = self.lend_rounds(_Point(fragment, now, lent, inside, loans), min(self.k_max, fit))
+                after = self.lend_rounds(
+                    _Point(fragment, now, lent, inside, loans), min(self.k_max, fit)
+                )
                 if after is not None:
                     _, now, lent, inside, loans = after
                     ready = self.ready_at(after)

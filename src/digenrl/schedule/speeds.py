@@ -31,11 +31,16 @@ def relative_shares(speeds: Sequence[float]) -> tuple[float, ...]:
     return tuple(max(1, round(FINEST * speed / fastest)) / FINEST for speed in speeds)
 
 
-def adjusted_shares(current: tuple[float, ...], seconds_per_cell: Sequence[float]) -> tuple[float, ...]:
+def adjusted_shares(
+    current: tuple[float, ...], seconds_per_cell: Sequence[float]
+) -> tuple[float, ...]:
     """Return the shares for the next steps: those of the measured speeds if they save enough, else
     `current`."""
     wanted = relative_shares([1.0 / seconds for seconds in seconds_per_cell])
-    before, after = _slowest_seconds(current, seconds_per_cell), _slowest_seconds(wanted, seconds_per_cell)
+    before, after = (
+        _slowest_seconds(current, seconds_per_cell),
+        _slowest_seconds(wanted, seconds_per_cell),
+    )
     # Without a threshold the noise of the clocks would move cells in every step (3).
     return wanted if after < (1.0 - WORTHWHILE) * before else current
 

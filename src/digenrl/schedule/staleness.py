@@ -81,7 +81,9 @@ class Ledger:
         self.trained += samples
         return samples
 
-    def count_dropped(self, step: int, group: int, reason: str, parts: Iterable[int] | None = None) -> int:
+    def count_dropped(
+        self, step: int, group: int, reason: str, parts: Iterable[int] | None = None
+    ) -> int:
         """Count tasks of a group as dropped for `reason` (a failed reward, a non-finite latent),
         and return their samples."""
         samples = self._remove_tasks(step, group, parts, f"dropped ({reason})")

@@ -135,7 +135,9 @@ def _split_blocks(blocks: list[Block], micro: int) -> tuple[tuple[Block, ...], .
 def micro_batches_per_update(spec: ScheduleSpec, trainers: int) -> int:
     """Count the micro-batches of one optimizer update on every trainer rank: Lightning's
     accumulate_grad_batches."""
-    return sum(len(place_fragment(spec, trainers, fragment)[0]) for fragment in update_fragments(spec, 0))
+    return sum(
+        len(place_fragment(spec, trainers, fragment)[0]) for fragment in update_fragments(spec, 0)
+    )
 
 
 @lru_cache(maxsize=4096)

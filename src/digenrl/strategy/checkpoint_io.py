@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
-from digenrl.record.run_dir import own_folder, atomic_replace
+from digenrl.record.run_dir import atomic_replace, own_folder
 from digenrl.record.small_file import json_of, read_text
 from digenrl.strategy.checkpoint_storage import (
     POLICY,
@@ -251,8 +251,8 @@ def read_checkpoint(
         )
     except CheckpointException as error:
         raise CheckpointError(
-            f"{source} does not fit this run: {_root_cause(error)}. Resume it with its own model and "
-            "lora settings."
+            f"{source} does not fit this run: {_root_cause(error)}. Resume it with its own model "
+            "and lora settings."
         ) from error
     for name, tensor in tensors.items():
         # Back into the dictionary or list from which saving took it.

@@ -56,7 +56,7 @@ from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import RoleEnvironment
 from digenrl.record.run_dir import tell_unwritten
 from digenrl.record.span_log import SpanLog
-from digenrl.schedule import Task, next_fragment, place_fragment, version_queue, resumed_queue
+from digenrl.schedule import Task, next_fragment, place_fragment, resumed_queue, version_queue
 from digenrl.strategy import gradients, shard
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.context import Context

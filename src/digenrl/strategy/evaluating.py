@@ -125,7 +125,9 @@ class EvaluationWorker:
             yield
             return
         assert self._weights is not None, "a piece was claimed"
-        with exchanged_values(self._engine.policy.adapter.trained_parameters(), self._weights.tensors):
+        with exchanged_values(
+            self._engine.policy.adapter.trained_parameters(), self._weights.tensors
+        ):
             yield
 
 

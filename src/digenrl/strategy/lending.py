@@ -92,7 +92,9 @@ class Lending:
 
     # ---- waiting
 
-    def _wait_for_move(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> Fragment | None:
+    def _wait_for_move(
+        self, board: StepBoard, update: int, pending: Sequence[Fragment]
+    ) -> Fragment | None:
         """Wait. Return the fragment to train, or None as soon as this trainer should generate a
         task."""
         first = update == 0 and len(pending) == len(update_fragments(self._spec, update))
@@ -119,7 +121,9 @@ class Lending:
                 self._runner.settle_sends()
                 self._stop_vote.check_for_stop()
 
-    def _next_trainable_fragment(self, board: StepBoard, pending: Sequence[Fragment]) -> Fragment | None:
+    def _next_trainable_fragment(
+        self, board: StepBoard, pending: Sequence[Fragment]
+    ) -> Fragment | None:
         """Return the fragment that could be trained now. Trainers that move together need one that
         all of them hold: a rollout may have died when it had sent its results to some of them."""
         fragment = self._hooks.cut_fragment(pending, board)
@@ -199,7 +203,10 @@ class Lending:
     def rounds_to_lend(self, board: StepBoard, pending: Sequence[Fragment]) -> int:
         """Return how many tasks this idle trainer should generate now: the scheduler's search, with
         what is seen at present."""
-        facts, head = self._runner.prepare_search(board.step, pending), self._runner.claims.head_left
+        facts, head = (
+            self._runner.prepare_search(board.step, pending),
+            self._runner.claims.head_left,
+        )
         return self._scheduler.lend(*facts, head(board.step))
 
     # ---- deaths

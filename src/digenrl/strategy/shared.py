@@ -47,7 +47,9 @@ class Learner(Protocol):
     def useful_samples(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
         """[P, G] bool: samples whose cells can have a gradient."""
 
-    def teaching_groups(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    def teaching_groups(
+        self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]
+    ) -> Tensor:
         """[P] bool: groups whose samples do not all score alike."""
 
     def rollout_weights(self) -> AbstractContextManager[None]:

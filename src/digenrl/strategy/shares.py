@@ -90,7 +90,9 @@ class Shares:
         # owners.
         for step in range(version, version + self._spec.async_steps + 1):
             if step not in self._fixed:
-                self._fixed[step] = self._next_shares(self._fixed.get(step - 1, self._spec.shares), step)
+                self._fixed[step] = self._next_shares(
+                    self._fixed.get(step - 1, self._spec.shares), step
+                )
             self._control.set(f"shares/{step}", ",".join(map(repr, self._fixed[step])))
         self._fixed.pop(version - _FORGET_AFTER, None)
         self._control.delete(f"shares/{version - _FORGET_AFTER}")

@@ -53,7 +53,9 @@ class StepLedger:
     def count_issued(self, part: Part) -> None:
         """A task's result arrived, made under a claim that counts."""
         samples, meta = self._spec.task_size, part.meta
-        self.ledger.count_issued(meta["step"], meta["group"], samples, meta["first_sample"] // samples)
+        self.ledger.count_issued(
+            meta["step"], meta["group"], samples, meta["first_sample"] // samples
+        )
 
     def open_step(self, predicted_end: float | None) -> None:
         """An RL step begins; `predicted_end` on the run's clock, where costs are known."""

@@ -66,7 +66,9 @@ class StopVote:
             Aborted: somebody has aborted the run.
             StepGivenUp: this trainer's next piece will not be begun.
         """
-        first, *values = self._control.check_abort("given_up" if self._world.rank else "give_up", *keys)
+        first, *values = self._control.check_abort(
+            "given_up" if self._world.rank else "give_up", *keys
+        )
         if self._world.rank == 0:
             if first is not None and self._droppable():
                 self._control.set("given_up", str(self._piece))
@@ -122,7 +124,9 @@ class StopVote:
         came = time.monotonic()
         with self._progress.stage("wait straggler"):
             while True:
-                (come,) = self.check_for_stop(key)  # who has come has said before whether it can go on
+                (come,) = self.check_for_stop(
+                    key
+                )  # who has come has said before whether it can go on
                 if int(come or 0) >= awaited * (self._piece + 1):
                     break
                 # A look costs the store a request: after 0.2 s of waiting, the next one comes in 10

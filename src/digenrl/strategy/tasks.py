@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from digenrl.cluster.claims import StoredClaims, announce, work_of
+from digenrl.cluster.claims import StoredClaims, announce_work, work_of
 from digenrl.cluster.control import Control
 from digenrl.cluster.world import World
 from digenrl.data import PromptSampler
@@ -110,7 +110,7 @@ class TaskRunner:
     def stop_taking_tasks(self) -> None:
         """Stop counting as a rank that takes tasks, because this rank leaves."""
         self._withdrawn = True
-        announce(self._control, self._world.rank, None)
+        announce_work(self._control, self._world.rank, None)
 
     def find_successor(self, task: Task, version: int) -> int | None:
         """Return the rollout that goes on with a task of this rank, which leaves; None: the task
@@ -141,7 +141,9 @@ class TaskRunner:
     def claim_task(self, version: int) -> Task | None:
         """Claim the next task of the version's queue; None when all are claimed."""
         tasks = self._plan(version)
-        claim = self.claims.take_next_task(version, tasks, self._claimable_positions(len(tasks)), self._world.is_trainer)
+        claim = self.claims.take_next_task(
+            version, tasks, self._claimable_positions(len(tasks)), self._world.is_trainer
+        )
         if claim is None:
             return None
         task = tasks[claim.position]
@@ -178,7 +180,7 @@ class TaskRunner:
 
     def _report_work(self, work: Work) -> None:
         if not self._withdrawn:
-            announce(self._control, self._world.rank, work)
+            announce_work(self._control, self._world.rank, work)
         self.scheduler.saw_rank(self._world.rank, work)
 
     # ---- tasks
@@ -195,7 +197,9 @@ class TaskRunner:
         if confirmed is None:
             return None
         self._held[task.step, task.index] = confirmed
-        return Generation(task, self._prompt_of(task), suspended.restore_state(self._engine.policy.device))
+        return Generation(
+            task, self._prompt_of(task), suspended.restore_state(self._engine.policy.device)
+        )
 
     def hand_over_task(self, suspended: Suspended) -> None:
         """Give a task that waits for this rank, which leaves, to its successor. Without one, and
@@ -261,7 +265,8 @@ class TaskRunner:
         task, spans, handed = made.generation.task, self._spans, self._spans.now()
         with spans.progress.stage("wait reward"):  # inline, the suite's own mark lies inside
             scored = self._engine.score(made.generation, made.media)
-        spans.record_finished()  # scoring begins with a copy of the media, before which all was done
+        # Scoring begins with a copy of the media, before which all was done.
+        spans.record_finished()
         waited = spans.now()
         if self._engine.scores_inline:
             spans.add_span("score", handed, waited, step=task.step, group=task.group)
@@ -321,7 +326,9 @@ class TaskRunner:
             lockstep = self.scheduler.roles.lockstep
             with self._spans.span("send", quiet=True, step=task.step, group=task.group):
                 for rank in range(self._world.trainers):
-                    positions = owned_positions(self._spec, place_in_step, rank, task.group, part, lockstep)
+                    positions = owned_positions(
+                        self._spec, place_in_step, rank, task.group, part, lockstep
+                    )
                     self._link.send(rank, pack_cells(trajectory, positions, *under))
             if (trouble := self._engine.reward_trouble()) is not None:
                 # the step in progress is finished and saved before the run stops

@@ -57,7 +57,9 @@ class TrainerStep:
         self._ledger.open_step(self._lending.predicted_end(board.step))
         for update in range(self._spec.updates_per_batch):
             # a replica does not wait for what others train while something of its own is ready
-            pending = sorted(update_fragments(self._spec, update), key=lambda f: not board.trains_fragment(f))
+            pending = sorted(
+                update_fragments(self._spec, update), key=lambda f: not board.trains_fragment(f)
+            )
             while pending:
                 fragment = self._lending.wait_for_fragment(board, update, pending)
                 pending.remove(fragment)

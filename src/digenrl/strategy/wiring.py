@@ -112,7 +112,9 @@ def wire_parts(
         agreement.agree_on_choice,
         publisher.publish_evaluated,
     )
-    inbox.set_handler(MessageKind.ASK, lambda message: publisher.send_to_joined(int(message.meta["rank"])))
+    inbox.set_handler(
+        MessageKind.ASK, lambda message: publisher.send_to_joined(int(message.meta["rank"]))
+    )
     inbox.set_handler(MessageKind.EVALUATION, evaluations.add_piece)
     lending = Lending(runtime, runner, inbox, published, agreement, stop_vote)
     step = TrainerStep(runtime, inbox, lending, ledger, shares, stop_vote, publisher)

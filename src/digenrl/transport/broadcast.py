@@ -119,7 +119,9 @@ class BroadcastLink(SocketLink):
         if self._sends:
             with suppress(queue.Full):
                 self._turns.put(None, timeout=0.5)
-            while self._thread.is_alive() and time.monotonic() < deadline and not self._run_aborted():
+            while (
+                self._thread.is_alive() and time.monotonic() < deadline and not self._run_aborted()
+            ):
                 self._thread.join(timeout=0.05)
         super().drain(deadline - time.monotonic())
 
@@ -181,7 +183,11 @@ class BroadcastLink(SocketLink):
         lost = self._control.lost_ranks() if again else frozenset()
         for lacking, each in again:
             # A lost rank relays nothing, so everybody that is left gets the message from here.
-            left = dict.fromkeys(_reached_ranks(lacking) - lost, ()) if lost & _reached_ranks(lacking) else lacking
+            left = (
+                dict.fromkeys(_reached_ranks(lacking) - lost, ())
+                if lost & _reached_ranks(lacking)
+                else lacking
+            )
             super().multicast(left, replace(each, meta={**each.meta, _SHARED: None}))
         # The digest is a version's last message.
         self._kept = [] if "digest" in message.meta else self._kept
@@ -259,7 +265,9 @@ class BroadcastLink(SocketLink):
             elif shared == _FORM:
                 self._form_group()
             elif self._group is not None:
-                self._deliver_missing(self._receive_bucket(message) if "bucket" in message.meta else message)
+                self._deliver_missing(
+                    self._receive_bucket(message) if "bucket" in message.meta else message
+                )
                 if "digest" in message.meta:
                     self._wait_for_members()
         except _Over as cause:  # trainer 0 will send this message again, as a stream
@@ -375,7 +383,9 @@ class BroadcastLink(SocketLink):
         """Leave the group. A thread of its own waits for torch to end the operation in progress."""
         group, self._group, self._ended = self._group, None, True
         if group is not None:
-            threading.Thread(target=_abort_group, args=(group,), name="broadcast-end", daemon=True).start()
+            threading.Thread(
+                target=_abort_group, args=(group,), name="broadcast-end", daemon=True
+            ).start()
 
 
 def _reached_ranks(routes: Routes) -> set[int]:

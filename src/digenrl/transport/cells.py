@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from digenrl.schedule import Placement, ScheduleSpec, update_fragments, group_version, update_of
+from digenrl.schedule import Placement, ScheduleSpec, group_version, update_fragments, update_of
 from digenrl.schedule.claims import Claim
 from digenrl.schedule.selection import (
     MISSING_REWARD,
@@ -63,7 +63,9 @@ def owned_positions(
     return tuple(sorted(mine))
 
 
-def pack_cells(trajectory: Trajectory, positions: Sequence[int], claim: Claim, seconds: float) -> Message:
+def pack_cells(
+    trajectory: Trajectory, positions: Sequence[int], claim: Claim, seconds: float
+) -> Message:
     """Return the message with one trainer rank's part of a trajectory: all rewards, and the cells
     at `positions`.
 
@@ -301,7 +303,9 @@ class StepBoard:
         batches = []
         for blocks, width in zip(placement[self._rank], widths, strict=True):
             tasks = [((block.group, block.part), block.steps) for block in blocks]
-            cells = [self._parts[task].cell_block(steps).select_rows(keep[task]) for task, steps in tasks]
+            cells = [
+                self._parts[task].cell_block(steps).select_rows(keep[task]) for task, steps in tasks
+            ]
             cells += [self._padding_block(fragment) for _ in range(width - len(cells))]
             batches.append(self._train_batch(fragment, cells))
         return batches

@@ -27,7 +27,7 @@ from typing import Any
 import xxhash
 from torch import Tensor
 
-from digenrl.transport.difference import encode_difference, apply_difference
+from digenrl.transport.difference import apply_difference, encode_difference
 from digenrl.transport.link import PeerLine
 from digenrl.transport.repeated import Repeated
 from digenrl.transport.weights import is_bucket
@@ -144,7 +144,9 @@ def _is_numbered_bucket(message: Message) -> bool:
     return is_bucket(message) and message.meta.get("version", -1) >= 0
 
 
-def _mark_coded(message: Message, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Message:
+def _mark_coded(
+    message: Message, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> Message:
     return replace(message, meta={**message.meta, _CODED: dict(facts)}, tensors=tensors)
 
 

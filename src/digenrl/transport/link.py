@@ -151,7 +151,9 @@ class SocketLink:
         self._lines = lines
         self._opening, self._closing = threading.Lock(), threading.Event()
         listener = network.open_listener(host)
-        self._acceptor = AuthenticatedListener(listener, handshake, _link_purpose(rank), self._read_messages)
+        self._acceptor = AuthenticatedListener(
+            listener, handshake, _link_purpose(rank), self._read_messages
+        )
         # Only now can other ranks find the listener.
         control.set(f"address/{rank}", f"{host}:{listener.getsockname()[1]}")
         if not watched and rank > 0:
@@ -189,7 +191,10 @@ class SocketLink:
             if peer not in self._outboxes:
                 box: queue.Queue[_Queued | None] = queue.Queue(self._depth)
                 thread = threading.Thread(
-                    target=self._write_messages, args=(peer, box), name=f"link-to-{peer}", daemon=True
+                    target=self._write_messages,
+                    args=(peer, box),
+                    name=f"link-to-{peer}",
+                    daemon=True,
                 )
                 thread.start()
                 self._outboxes[peer] = (box, thread)

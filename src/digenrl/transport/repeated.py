@@ -29,7 +29,9 @@ class Repeated:
     def __init__(self) -> None:
         self._known: OrderedDict[str, Tensor] = OrderedDict()
 
-    def drop_repeated(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def drop_repeated(
+        self, tensors: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the tensors that must travel, and what `completed` must know."""
         left, known = dict(tensors), dict[str, str]()
         for name in _condition_names(tensors):
@@ -45,7 +47,9 @@ class Repeated:
             left["next_latents"] = after[:, -1:]  # [b, 1, *L]
         return left, {"names": list(tensors), "known": known, "chained": chained}
 
-    def restore_repeated(self, left: Mapping[str, Tensor], facts: Mapping[str, Any]) -> dict[str, Tensor]:
+    def restore_repeated(
+        self, left: Mapping[str, Tensor], facts: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
         """Invert `without`.
 
         Raises:
@@ -55,7 +59,9 @@ class Repeated:
         for name in _condition_names(facts["names"]):
             if name in facts["known"]:
                 tensors[name] = self._known[facts["known"][name]]
-            self._remember_tensor(facts["known"].get(name) or _tensor_digest(tensors[name]), tensors[name])
+            self._remember_tensor(
+                facts["known"].get(name) or _tensor_digest(tensors[name]), tensors[name]
+            )
         if facts["chained"]:
             # [b, K, *L]: the latents after step k are those before step k + 1.
             latents = tensors["latents"]

@@ -80,6 +80,8 @@ class Suspended:
             kept: dict[str, Any] = {
                 name: tensors[name].unbind() if name in tensors else () for name in _KEPT
             }
-            return move_tensors(SampleState(key, tensors["latents"], self.next_step, **kept), device)
+            return move_tensors(
+                SampleState(key, tensors["latents"], self.next_step, **kept), device
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"a STATE message lacks or garbles {error}.") from error

@@ -319,7 +319,9 @@ def adopt(parameters: Mapping[str, Tensor], version: Version) -> None:
 
 
 @contextmanager
-def exchanged_values(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+def exchanged_values(
+    parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]
+) -> Iterator[None]:
     """Give `parameters` these `values`, of their dtypes, while the context is open.
 
     The memory of `values` holds the parameters' own values meanwhile, so there is no third copy. Of

@@ -252,7 +252,7 @@ def test_command_exports_a_run(tmp_path, capsys):
     run = prepare_run_dir(composed)
     assert command.main([f"run={run}"]) == 1
     assert "Nothing to export" in capsys.readouterr().err
-    policy = composed.settings.build_group("model")
+    policy = composed.settings.build("model")
     randomise_lora(policy)
     trained = {
         name: value.detach().clone() for name, value in policy.adapter.trained_parameters().items()

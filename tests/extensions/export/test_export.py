@@ -43,8 +43,8 @@ def make_run(directory: Path, *words: str) -> tuple[Settings, Policy]:
     config = configuration.load([*words, *SHOWN]).settings
     directory.mkdir()
     (directory / "config.yaml").write_text(OmegaConf.to_yaml(config.tree))
-    policy = config.build_group("model")
-    module = config.build_group("algorithm", policy=policy)
+    policy = config.build("model")
+    module = config.build("algorithm", policy=policy)
     if module.ema is not None:
         module.ema.begin(policy.adapter.trained_parameters())
     generator = torch.Generator().manual_seed(0)
@@ -58,11 +58,11 @@ def make_run(directory: Path, *words: str) -> tuple[Settings, Policy]:
     DirectoryCheckpointIO().save_checkpoint(
         checkpoint, directory / "checkpoints" / f"step-{RL_STEP:06d}"
     )
-    rewards = config.build_group("reward")
+    rewards = config.build("reward")
     engine = RolloutEngine(
         policy, rewards, module.sde, module.train_steps, sampling_spec(config), config.seed
     )
-    evaluation = config.build_group("callbacks.evaluation")
+    evaluation = config.build("callbacks.evaluation")
     with module.averaged():
         save_pictures(
             directory / "samples" / f"eval-{RL_STEP}.npz", evaluation.sample(engine), per_prompt=2
@@ -78,7 +78,7 @@ def stored(directory: Path) -> tuple[np.ndarray, list[str]]:
 
 def noise_of(config: Settings, policy: Policy, text: str) -> Tensor:
     """The evaluation noise of a prompt's first two samples, from its key."""
-    evaluation = config.build_group("callbacks.evaluation")
+    evaluation = config.build("callbacks.evaluation")
     (uid,) = [prompt.uid for prompt in evaluation.drawn.prompts if prompt.text == text]
     return keys.noise(
         evaluation.drawn.seed, 0, uid, range(2), keys.INITIAL, policy.latent_shape, EVAL_STREAM
@@ -161,7 +161,7 @@ def test_the_digits_policy_draws_the_stored_evaluation_samples(tmp_path: Path, c
     (run / "summary.json").write_text(json.dumps({"status": "completed", "heldout_last": 0.5}))
     assert main([f"run={run}", f"out={tmp_path / 'out'}"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "out")
-    plain = config.with_values({"model.lora": None}).build_group("model")
+    plain = config.with_values({"model.lora": None}).build("model")
     plain.transformer.load_lora_adapter(
         str(tmp_path / "out"), prefix="transformer", weight_name=LORA_FILE
     )

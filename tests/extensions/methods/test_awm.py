@@ -112,7 +112,9 @@ def test_ratios_are_exactly_one_in_the_first_update_and_not_in_the_second() -> N
     gradient(module, batch(blocks, REWARDS))
     assert float(module.collect_metrics()["ratio_max_dev"]) == 0.0
     gradient(module, batch(blocks, REWARDS, update=1))
-    assert float(module.collect_metrics()["ratio_max_dev"]) == 0.0  # nothing was changed between them
+    assert (
+        float(module.collect_metrics()["ratio_max_dev"]) == 0.0
+    )  # nothing was changed between them
     shift(policy, 0.05)
     gradient(module, batch(blocks, REWARDS, update=1))
     assert float(module.collect_metrics()["ratio_max_dev"]) > 1e-4

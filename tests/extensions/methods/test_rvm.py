@@ -91,7 +91,9 @@ def test_a_zero_advantage_gives_a_zero_gradient(kind: type) -> None:
     found = gradient(module, batch(blocks_of(policy), equal, 24.0))
     assert float(found.abs().max()) == 0.0
     assert not bool(module.useful_samples({"reward": equal}, {"reward": 1.0}).any())
-    some = module.useful_samples({"reward": torch.tensor([[0.0, 1.0, 0.5, 0.5], [1.0] * 4])}, {"reward": 1})
+    some = module.useful_samples(
+        {"reward": torch.tensor([[0.0, 1.0, 0.5, 0.5], [1.0] * 4])}, {"reward": 1}
+    )
     assert [any(group) for group in some.tolist()] == [True, False]
 
 

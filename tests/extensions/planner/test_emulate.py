@@ -61,7 +61,9 @@ def test_sixteen_emulated_ranks_run_as_predicted_and_leave(tmp_path: Path) -> No
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     began = time.monotonic()
     advice = PlannerAdvisor().advise_ranks(composed, TRAINERS, ROLLOUTS)
-    outcome = launch_ranks(Launch(TRAINERS, ROLLOUTS, partial(run.fit_rank, config, None, advice), tmp_path))
+    outcome = launch_ranks(
+        Launch(TRAINERS, ROLLOUTS, partial(run.fit_rank, config, None, advice), tmp_path)
+    )
     wall = time.monotonic() - began
     assert outcome.status == "completed", f"{outcome.cause}\n{logs(tmp_path)}"
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
@@ -115,7 +117,10 @@ def test_emulated_lines_between_places_take_what_the_planner_charges(tmp_path: P
     assert sleeps[1].send == pytest.approx(SCALE * 2 * cluster.rollouts[0].send_seconds)
     assert sleeps[2].fetch == pytest.approx(SCALE * cluster.rollouts[1].fetch_seconds)
     launched = Launch(
-        1, 2, partial(run.fit_rank, config, None, PlannerAdvisor().advise_ranks(composed, 1, 2)), tmp_path
+        1,
+        2,
+        partial(run.fit_rank, config, None, PlannerAdvisor().advise_ranks(composed, 1, 2)),
+        tmp_path,
     )
     outcome = launch_ranks(launched)
     assert outcome.status == "completed", f"{outcome.cause}\n{logs(tmp_path)}"

@@ -745,7 +745,9 @@ def of_reading(words: tuple[str, ...]) -> Iterator[str]:
         yield from dict.fromkeys(shown(vars(each)) for each in advice.stand_ins)
         yield from asking.memory_lines(composed, trainers, gpus - trainers)
         try:
-            yield shown(asking.place_model(composed, trainers, gpus - trainers, ModelPlacement("", 0, 0)))
+            yield shown(
+                asking.place_model(composed, trainers, gpus - trainers, ModelPlacement("", 0, 0))
+            )
         except ValueError as refused:
             yield str(refused)
     for processes in {1, 2, min(4, gpus)}:

@@ -88,7 +88,9 @@ def test_latents_of_scattered_steps_are_held_before_and_behind_each(
     policy, plan = ToyPolicy(), StepPlan(trained, trained)
     state = denoise.initial_state(denoise.SampleKey(0, 0, 1, (0, 1)), policy.latent_shape)
     for _ in range(6):
-        state = denoise.advance_state(policy, condition(), state, static_grid(6), FlowSDE(0.7), plan)
+        state = denoise.advance_state(
+            policy, condition(), state, static_grid(6), FlowSDE(0.7), plan
+        )
     before = denoise.finished_samples(state, plan)
     held = {*state.kept_latents, *state.kept_next_latents, state.latents}
     both = before.latents.shape[1] + before.next_latents.shape[1]

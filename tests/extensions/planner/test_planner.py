@@ -742,7 +742,9 @@ def test_what_a_node_gathers_over_slow_links_costs_that_node_and_its_share() -> 
     assert (cluster.lockstep, cluster.together) == (True, 2)
     exposed = {rank.pool: rank.exposed_seconds for rank in cluster.trainers}
     gathering = costing.costs.sharding_seconds([hardware.find_pool("fast")], 2)
-    assert exposed["fast"] == pytest.approx((1 - reaches(hardware.find_pool("fast")).hidden) * gathering)
+    assert exposed["fast"] == pytest.approx(
+        (1 - reaches(hardware.find_pool("fast")).hidden) * gathering
+    )
     assert exposed["fast"] < 0.1 * exposed["slow"]
     paid = {rank.pool: rank.cell_seconds + rank.exposed_seconds for rank in cluster.trainers}
     shares = costing.spec(held).shares

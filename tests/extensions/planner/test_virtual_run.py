@@ -22,7 +22,7 @@ from digenrl.extensions.planner.virtual_cluster import (
     micro_batches,
 )
 from digenrl.extensions.planner.virtual_run import simulate, steady
-from digenrl.schedule import ScheduleSpec, update_fragments, group_version, place_fragment
+from digenrl.schedule import ScheduleSpec, group_version, place_fragment, update_fragments
 
 
 @st.composite

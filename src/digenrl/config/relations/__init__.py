@@ -16,10 +16,10 @@ from digenrl.config.relations.people import people_rewards, votes_of_step
 from digenrl.config.relations.view import Absent, Tree, View, most_rollouts, needs_whole_batch
 
 __all__ = [
-    "people_rewards",
     "most_rollouts",
     "needs_whole_batch",
     "needs_whole_groups",
+    "people_rewards",
     "relation_problems",
     "votes_of_step",
 ]

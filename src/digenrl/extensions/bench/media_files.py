@@ -98,7 +98,9 @@ def _video(path: Path, max_frames: int, max_pixels: int) -> np.ndarray:
     try:
         import imageio.v3 as imageio
     except ImportError as error:
-        raise ImportError(f"reading videos needs imageio: {extras.install_command('video')}") from error
+        raise ImportError(
+            f"reading videos needs imageio: {extras.install_command('video')}"
+        ) from error
     frames: list[np.ndarray] = []
     own = ["-f", _DEMUXERS[path.suffix.lower()], "-protocol_whitelist", "file"]
     opened: Any = imageio.imopen(path, "r", plugin="FFMPEG")  # type: ignore[call-overload]

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from digenrl.extensions.export.diffusers_export import lora_file, part
 from digenrl.models.policy import Policy
-from digenrl.record.run_dir import printable_text, atomic_replace
+from digenrl.record.run_dir import atomic_replace, printable_text
 from digenrl.record.small_file import json_of, read_text
 
 

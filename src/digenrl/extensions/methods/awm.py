@@ -115,5 +115,8 @@ class AWM(WithOldPolicy):
         whose weights these are."""
         if batch.update == 0:
             return None
-        with torch.no_grad(), self._batch_start.swapped_into(self.policy.adapter.trained_parameters()):
+        with (
+            torch.no_grad(),
+            self._batch_start.swapped_into(self.policy.adapter.trained_parameters()),
+        ):
             return cells.velocity(self.policy)

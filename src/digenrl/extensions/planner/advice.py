@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from digenrl.advisor import NO_ROOM, Advice, ModelPlacement, PlainAdvisor, with_words, named_keys
+from digenrl.advisor import NO_ROOM, Advice, ModelPlacement, PlainAdvisor, named_keys, with_words
 from digenrl.config import Composed
 from digenrl.config.settings import Settings
 from digenrl.extensions.planner.candidate import Candidate

@@ -105,7 +105,9 @@ class Costing:
     @_once
     def _trainers(self, *split: Any) -> list[tuple[Pool, int]]:
         kinds = self._kinds(*split).items()
-        return [(self.hardware.find_pool(name), n) for (name, role), n in kinds if role == "trainer"]
+        return [
+            (self.hardware.find_pool(name), n) for (name, role), n in kinds if role == "trainer"
+        ]
 
     def shards(self, candidate: Candidate) -> int:
         """Return the number of ranks that share one copy of the weights."""
@@ -376,7 +378,9 @@ class Costing:
         # Nodes behind a line pay for their versions in fetch_seconds, so publishing is charged for
         # the others only.
         near = sum(
-            count for name, count in others.items() if self.hardware.line_between(home, name) is None
+            count
+            for name, count in others.items()
+            if self.hardware.line_between(home, name) is None
         )
         steps = self._together(
             [likes[place].step_seconds for place in placed], candidate.trainers, shards

@@ -122,7 +122,9 @@ def _around_balance(costing: Costing, base: Candidate) -> set[int]:
     if blocks < ROUNDING * balance:  # full rounds, of trainers alone or of two that share tokens
         full = {n * math.ceil(blocks / rounds) for rounds in range(1, 2 * ROUNDING) for n in (1, 2)}
         numbers |= {number for number in full if min(numbers) <= number <= max(numbers)}
-    return numbers if base.first is None else numbers | {costing.hardware.find_pool(base.first).count}
+    return (
+        numbers if base.first is None else numbers | {costing.hardware.find_pool(base.first).count}
+    )
 
 
 def _balance(costing: Costing, base: Candidate) -> float:

@@ -114,7 +114,9 @@ class VirtualGeneration:
         left = self._left.get(key)
         if left is None:
             tasks = len(self._plan(version))
-            left = self._left[key] = worker.claims.unclaimed_tasks(version, tasks, self.part(worker, tasks))
+            left = self._left[key] = worker.claims.unclaimed_tasks(
+                version, tasks, self.part(worker, tasks)
+            )
         return left
 
     def open(self, version: int, head: int) -> None:
@@ -141,7 +143,9 @@ class VirtualGeneration:
                 continue
             tasks = self._plan(version)
             ahead = worker.rank.role == "trainer"
-            claim = worker.claims.take_next_task(version, tasks, self.part(worker, len(tasks)), ahead)
+            claim = worker.claims.take_next_task(
+                version, tasks, self.part(worker, len(tasks)), ahead
+            )
             if claim is not None:
                 self._left[version, rank if self.cluster.static_claims else -1] -= 1
                 self._start(worker, tasks[claim.position], claim, now)

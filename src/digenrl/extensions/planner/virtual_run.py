@@ -24,7 +24,7 @@ from digenrl.extensions.planner.generation import VirtualGeneration, Worker
 from digenrl.extensions.planner.records import MOST_STEPS, Led, Simulated, Unit, settled_from
 from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, micro_batches
 from digenrl.record.spans import Span
-from digenrl.schedule import ScheduleSpec, Task, update_fragments, next_fragment, version_queue
+from digenrl.schedule import ScheduleSpec, Task, next_fragment, update_fragments, version_queue
 from digenrl.schedule.order import group_version, later_fragments
 from digenrl.schedule.ranks import Roles
 from digenrl.schedule.scheduler import ASK, LEND, TRAIN, Record, Scheduler
@@ -575,7 +575,9 @@ class _VirtualRun:
     def _pending(self, rank: int, update: int) -> list[tuple[int, ...]]:
         """Return the fragments of an update. As in the runtime, a trainer begins with those that
         have cells for it."""
-        return sorted(update_fragments(self.spec, update), key=lambda part: not self.cells(part)[rank])
+        return sorted(
+            update_fragments(self.spec, update), key=lambda part: not self.cells(part)[rank]
+        )
 
     def _on_trained(self, unit: Unit) -> None:
         unit.state, unit.since = "idle", self.now

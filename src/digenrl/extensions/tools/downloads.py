@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from digenrl.config.settings import Settings
-from digenrl.rewards.needs import scorers_and_statistics, placed_scorers
+from digenrl.rewards.needs import placed_scorers, scorers_and_statistics
 from digenrl.rewards.published import WEIGHTS, files_read
 
 _HUB_COMMAND = re.compile(r"hf download (?P<repository>[\w.-]+/[\w.-]+)(?: (?P<file>\S+))?")
@@ -62,7 +62,9 @@ def downloads(settings: Settings) -> tuple[list[Download], list[str]]:
     elsewhere. What is on this machine as a file or directory is left out."""
     found, elsewhere = list(_model(settings.node_at("model"))), list[str]()
     served = {key for key, _, _ in placed_scorers(settings.node_at("reward"), "managed")}
-    for key, what, node in scorers_and_statistics(settings.node_at("reward"), settings.callbacks or {}):
+    for key, what, node in scorers_and_statistics(
+        settings.node_at("reward"), settings.callbacks or {}
+    ):
         if (model := node.get("model")) and "url" in node:
             if key not in served:
                 elsewhere.append(f"{key}: {model}, served at {node['url']} by you")

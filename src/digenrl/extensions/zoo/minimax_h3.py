@@ -264,7 +264,7 @@ class MiniMaxH3Policy(DiffusersPolicy):
         plain = sigmas / (video - (video - 1.0) * sigmas)
         return sound * plain / (1.0 + (sound - 1.0) * plain)
 
-    def pace_velocity(self, velocity: Tensor, sigmas: Tensor, following: Tensor) -> Tensor:
+    def paced(self, velocity: Tensor, sigmas: Tensor, following: Tensor) -> Tensor:
         """See `Policy.paced`."""
         steps = self.sound_levels(following) - self.sound_levels(sigmas)
         ratio = (steps / (following - sigmas)).view(-1, 1, 1).to(velocity)

@@ -58,7 +58,9 @@ class QwenImageCodec(DiffusersCodec):
         return {"text": pad(embeddings, (0, 0, 0, padding)), "mask": pad(mask.bool(), (0, padding))}
 
     def decode_latents(self, vae: AutoencoderKLQwenImage, latents: Tensor) -> Tensor:
-        images = denormalise_latents(unpack_latents(latents, *self.image_grid()).unsqueeze(2), vae.config)
+        images = denormalise_latents(
+            unpack_latents(latents, *self.image_grid()).unsqueeze(2), vae.config
+        )
         return vae.decode(images, return_dict=False)[0][:, :, 0]
 
     def encode_latents(self, vae: AutoencoderKLQwenImage, pixels: Tensor) -> Tensor:
@@ -106,10 +108,10 @@ class QwenImagePolicy(DiffusersPolicy):
         other."""
         return [(1, self.codec.height // 16, self.codec.width // 16)]
 
-    def apply_guidance(self, conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
+    def guide(self, conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
         """Apply guidance, rescaled token by token to the norm of the conditional velocity
         (diffusers QwenImagePipeline)."""
-        combined = super().apply_guidance(conditional, unconditional, scale)
+        combined = super().guide(conditional, unconditional, scale)
         norm = torch.linalg.vector_norm(conditional, dim=-1, keepdim=True)
         return combined * (norm / torch.linalg.vector_norm(combined, dim=-1, keepdim=True))
 

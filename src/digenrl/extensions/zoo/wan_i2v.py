@@ -35,7 +35,9 @@ class WanImageToVideoCodec(WanCodec):
         video that is grey behind its first frame.
         """
         picture = wording.images[0].fitted(self.height, self.width)
-        video = pad(self.image_pixels(wording.images[0]).unsqueeze(2), (0, 0, 0, 0, 0, self.frames - 1))
+        video = pad(
+            self.image_pixels(wording.images[0]).unsqueeze(2), (0, 0, 0, 0, 0, self.frames - 1)
+        )
         encoded = self._vae.encode(video.to(self._vae.device, self.vae_dtype)).latent_dist.mode()
         given = torch.zeros(1, 4, *encoded.shape[2:], device=encoded.device)
         given[:, :, 0] = 1.0

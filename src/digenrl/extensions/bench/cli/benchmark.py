@@ -360,7 +360,12 @@ def _scorer(work: BenchmarkWork, stack: ExitStack) -> Scorer | None:
 
 def _checkpoint(run_dir: Path, step: str) -> Path:
     """Return the complete checkpoint `step` (`last`, or an RL step). Raises StepNotKept."""
-    from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of, verify_checkpoint
+    from digenrl.strategy.checkpoint_io import (
+        CheckpointError,
+        newest_valid,
+        step_of,
+        verify_checkpoint,
+    )
 
     folder = run_dir / "checkpoints"
     there = {str(step_of(found)): found for found in folder.glob("step-*")}
@@ -422,8 +427,8 @@ def _make(work: BenchmarkWork, own: Sequence[Item], rank: int) -> None:
     from digenrl.strategy.checkpoint_io import read_checkpoint
     from digenrl.types import Prompt
 
-    policy = work.settings.build_group("model")
-    module = work.settings.build_group("algorithm", policy=policy)
+    policy = work.settings.build("model")
+    module = work.settings.build("algorithm", policy=policy)
     module.to(accelerator.device_kind())
     sampling, seed = sampling_spec(work.settings), work.request.seed
     for name, folder in work.folders.items():

@@ -52,7 +52,8 @@ def score(settings: ScoreSettings) -> Path:
             "files' order of name (2.png before 10.png)."
         )
     if problems := unscorable_prompts(
-        settings.node_at("reward"), [(f"{settings.prompts}:{line}", prompt) for line, prompt in asked]
+        settings.node_at("reward"),
+        [(f"{settings.prompts}:{line}", prompt) for line, prompt in asked],
     ):
         raise ValueError("\n".join(problems))
     suite: RewardSuite = reward_suite(settings)

@@ -86,12 +86,12 @@ def export(request: ExportKeys, words: Sequence[str] = ()) -> Path:
     from digenrl.extensions.export.diffusers_export import export_layout, export_policy
 
     ema = composed.settings.algorithm.get("ema")
-    every = 1 if ema is None else composed.settings.build_group("algorithm.ema").every
+    every = 1 if ema is None else composed.settings.build("algorithm.ema").every
     tensors, weights = read_weights(composed.run_dir / "checkpoints", request.weights, every, words)
     print(f"export: {NOTES[weights]}", file=sys.stderr)
     # A quantized base is for training: the adapter is merged with the published weights.
     whole = {"quantize": None} if composed.settings.model.holds_key("quantize") else {}
-    policy = composed.settings.build_group("model", **whole)
+    policy = composed.settings.build("model", **whole)
     policy.adapter.load_trained_parameters(tensors)
     if request.merge:
         if policy.adapter.lora is None:

@@ -230,7 +230,9 @@ def as_configured(composed: Composed) -> CandidateOutcome:
     """
     run = settle_run(composed, PlannerAdvisor())
     costing = costing_of(run)
-    candidate = candidate_of(run.settings, *allocated_ranks(run.settings), costing.work.trained_steps)
+    candidate = candidate_of(
+        run.settings, *allocated_ranks(run.settings), costing.work.trained_steps
+    )
     return evaluate(costing, candidate, costing.bound(), exact=True)
 
 

@@ -133,14 +133,14 @@ def measure(settings: Settings) -> dict[str, Measured]:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(settings.seed)
     device = torch.device(accelerator.device_kind())
-    policy = settings.build_group("model").to(device)
-    rewards = settings.build_group("reward")
-    module = settings.build_group("algorithm", policy=policy).to(device)
+    policy = settings.build("model").to(device)
+    rewards = settings.build("reward")
+    module = settings.build("algorithm", policy=policy).to(device)
     module.train()
     module.on_train_start()  # algorithms that keep copies of the weights make them here
     engine = engine_of(settings, module, rewards)
     spec = parts.schedule_spec(
-        settings, module.train_steps.count(settings.sampling.steps), trainers=1
+        settings, module.train_steps.count_trained(settings.sampling.steps), trainers=1
     )
     prompt = PromptData(settings.data, settings.seed).sampler.batch(0)[0]
     rows = spec.task_size
@@ -155,7 +155,7 @@ def measure(settings: Settings) -> dict[str, Measured]:
     try:
         encode = _timed(
             lambda: torch.no_grad()(policy.codec.encode_prompts)(
-                policy.codec.wordings([prompt])[0]
+                policy.codec.branch_wordings([prompt])[0]
             ),
             1,
         )
@@ -189,7 +189,9 @@ def training_batch(trajectory: Trajectory, spec: Any, weights: Mapping[str, floa
     from digenrl.types import TrainBatch
 
     steps = range(len(trajectory.steps))
-    block = Part(pack_cells(trajectory, steps, Claim(0, 0, 0), 0.0)).cell_block(steps[: spec.tsp_batch])
+    block = Part(pack_cells(trajectory, steps, Claim(0, 0, 0), 0.0)).cell_block(
+        steps[: spec.tsp_batch]
+    )
     ranks = torch.linspace(0.0, 1.0, spec.group_size).repeat(
         spec.prompts, 1
     )  # unequal, so that every loss term counts
