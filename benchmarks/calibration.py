@@ -34,8 +34,8 @@ from pathlib import Path
 
 from benchmarks._shared import options
 from digenrl.extensions.planner.costing import Costing
-from digenrl.extensions.planner.gpus import ENGINES, Efficiency, known
-from digenrl.extensions.planner.workload import Workload, counted
+from digenrl.extensions.planner.gpus import ENGINES, Efficiency, find_gpu
+from digenrl.extensions.planner.workload import Workload, counted_models
 from digenrl.hardware import Hardware, Pool
 from digenrl.recompute import Recompute
 
@@ -67,10 +67,10 @@ def predicted(row: Row, figures: Mapping[str, float] | None = None) -> float:
     Raises:
         ValueError: a model, a GPU, an engine or a unit that is not known.
     """
-    gpu, model = known(row["gpu"]), FAMILIES.get(row["family"], row["family"])
+    gpu, model = find_gpu(row["gpu"]), FAMILIES.get(row["family"], row["family"])
     if (
         gpu is None
-        or model not in counted()
+        or model not in counted_models()
         or row["engine"] not in ENGINES
         or row["unit"] not in UNITS
     ):
@@ -110,7 +110,7 @@ def predicted(row: Row, figures: Mapping[str, float] | None = None) -> float:
         return step if row["unit"] == "s/step" else step / work.passes
     one, several = (
         costing.cell_seconds(
-            costing.candidate(
+            costing.make_candidate(
                 gpus,
                 0,
                 sharding="fsdp" if gpus > 1 else "ddp",
@@ -153,12 +153,12 @@ def fitted(rows: Iterable[Row], keys: tuple[str, ...]) -> dict[str, float]:
 
 def held_out(row: Row, seen: Iterable[Row], known_fits: dict[object, dict[str, float]]) -> float:
     """Model / published of a seen row, with figures fitted without the rows of its source."""
-    kind, source, gpu = stage(row), row["source"].split()[0], known(row["gpu"])
+    kind, source, gpu = stage(row), row["source"].split()[0], find_gpu(row["gpu"])
     assert gpu is not None
     alike: Callable[[Row], bool] = lambda other: (  # noqa: E731
         stage(other) == kind
         and other["source"].split()[0] != source
-        and (kind == TRAINING or getattr(known(other["gpu"]), "kind", None) == gpu.kind)
+        and (kind == TRAINING or getattr(find_gpu(other["gpu"]), "kind", None) == gpu.kind)
     )
     key = (kind, source, gpu.kind if kind == FORWARD else "")
     if key not in known_fits:

@@ -51,8 +51,8 @@ from digenrl.extensions.planner.memory import (
     trainer_memory,
     vae_bytes,
 )
-from digenrl.extensions.planner.reading import workload
-from digenrl.extensions.planner.workload import Workload, counted
+from digenrl.extensions.planner.reading import read_workload
+from digenrl.extensions.planner.workload import Workload, counted_models
 from digenrl.facts import Facts, facts_by_family, of_module
 from digenrl.models import pipeline_codec
 from digenrl.models import tiny as builds
@@ -178,7 +178,7 @@ def _known(facts: Facts, model: str, sizes: dict[str, Any]) -> Facts:
     for known, name in (
         (beside, wide.family),
         (facts_by_family(), wide.family),
-        (counted(), model),
+        (counted_models(), model),
     ):
         known[name] = wide  # type: ignore[index]
     _families.models()[model] = wide
@@ -194,7 +194,7 @@ def count(experiment: str) -> dict[str, Any]:
     facts = _families.models()[model]
     policy: DiffusersPolicy = config.build("model")
     sampler = PromptData(config.data, config.seed).sampler
-    prompts = [prompt for step in range(config.max_rl_steps) for prompt in sampler.batch(step)]
+    prompts = [prompt for step in range(config.max_rl_steps) for prompt in sampler.prompts_at(step)]
     encoded = [policy.codec.trim_condition(policy.codec.encode([prompt])) for prompt in prompts]
     shapes = {}
     for key, published in facts.conditioning.items():
@@ -208,7 +208,7 @@ def count(experiment: str) -> dict[str, Any]:
     _known(replace(facts, conditioning=shapes), model, sizes)
     with torch.device("meta"):
         network = _families.network(model)
-    side = int(math.sqrt(workload(known).tokens))
+    side = int(math.sqrt(read_workload(known).tokens))
     count_facts.CASES = (
         (2, side, text), (2, 2 * side, text), (2, side, 2 * text), (4, side, text)
     )  # fmt: skip
@@ -235,7 +235,7 @@ def planned(experiment: str, case: Case, trainer: bool) -> float:
     """Return the plan's bytes of a rank, without the reserve for what the device does not have. A
     rollout's are those of its forwards: the decoders here have a sixteenth of the plan's width."""
     # A tiny build reads fewer text tokens than the configuration asks for.
-    work = replace(workload(composed(experiment, *case.words)), most_text=None)
+    work = replace(read_workload(composed(experiment, *case.words)), most_text=None)
     if trainer:
         shards = 2 if case.sharding == "fsdp" else 1
         steps = min(case.steps, work.trained_steps)

@@ -47,11 +47,11 @@ from digenrl import config as configuration
 from digenrl import parts
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
-from digenrl.extensions.planner.durations import durations
-from digenrl.extensions.planner.outcome import CandidateOutcome, evaluate
-from digenrl.extensions.planner.plan_text import overrides
+from digenrl.extensions.planner.durations import rank_durations
+from digenrl.extensions.planner.outcome import CandidateOutcome, simulate_candidate
+from digenrl.extensions.planner.plan_text import train_words
 from digenrl.extensions.planner.virtual_cluster import Cluster
-from digenrl.extensions.planner.virtual_run import simulate
+from digenrl.extensions.planner.virtual_run import simulate_steps
 from digenrl.schedule import place_fragment
 from digenrl.settle import trained_steps
 
@@ -107,7 +107,7 @@ def emulated_cluster(
 ) -> Cluster:
     """What the simulator must be given to predict an emulated run: scaled sleeps, and this
     machine's own seconds in place of the profile's links and optimizer."""
-    cluster, turn = costing.cluster(candidate), overheads.turn * candidate.trainers
+    cluster, turn = costing.build_cluster(candidate), overheads.turn * candidate.trainers
     ranks = tuple(
         replace(
             rank,
@@ -161,20 +161,25 @@ def chosen(
         if schedule == "colocated":
             sizes = sorted({1, task_size})
             shared = [
-                c.but(static_claims=False, task_size=b, recompute=None)
+                c.with_changes(static_claims=False, task_size=b, recompute=None)
                 for c in trials
                 for b in sizes
             ]
-            trials = [c.but(gap=gap) for c in shared if not costing.misfits(c) for gap in (0, 1)]
+            trials = [
+                c.with_changes(gap=gap)
+                for c in shared
+                if not costing.find_misfits(c)
+                for gap in (0, 1)
+            ]
     if like is not None:
         trials = [c for c in trials if _shape(c) == {name: like[name] for name in _shape(c)}]
-    bound_s = costing.bound()
+    bound_s = costing.step_bound()
     best = min(
-        (evaluate(costing, c, bound_s) for c in trials),
+        (simulate_candidate(costing, c, bound_s) for c in trials),
         key=lambda outcome: outcome.step_s,
         default=None,
     )
-    return best and evaluate(costing, best.candidate, bound_s, exact=True)
+    return best and simulate_candidate(costing, best.candidate, bound_s, exact=True)
 
 
 def _shape(candidate: Candidate) -> dict[str, Any]:
@@ -195,7 +200,7 @@ def run_case(case: Case, own: Overheads, output: Path) -> dict[str, Any] | None:
         f"schedule={case.schedule}",
         PER_GROUP,
     ]
-    words += overrides(outcome)
+    words += train_words(outcome)
     cores_busy = train(output / case.name, scale, WARM_UP + STEPS, words)
     ends = published(output / case.name)
     return {
@@ -225,7 +230,7 @@ def predicted_again(row: dict[str, Any], own: Overheads) -> dict[str, Any]:
 def predict(costing: Costing, candidate: Candidate, scale: float, own: Overheads) -> float:
     """Simulated seconds per emulated step."""
     cluster = emulated_cluster(costing, candidate, scale, own)
-    return simulate(costing.spec(candidate), cluster, WARM_UP + STEPS).step_s
+    return simulate_steps(costing.schedule_spec(candidate), cluster, WARM_UP + STEPS).step_s
 
 
 def train(run_dir: Path, time_scale: float, steps: int, words: Sequence[str]) -> float:
@@ -305,14 +310,14 @@ def overheads(testbed: str, colocated: bool, output: Path) -> Overheads:
         PER_GROUP,
     ]
     composed = configuration.load([*words, "hardware.emulate=true"])
-    unscaled = durations(composed, trainers, gpus - trainers)
+    unscaled = rank_durations(composed, trainers, gpus - trainers)
     # Where nobody waits for samples, every rank has an event as often as its sleeps are short.
     slowest, shortest = (
         max(rank.step for rank in unscaled),
         min(min(rank.step, rank.cell) for rank in unscaled),
     )
     scale = STEP_SLEEP * gpus / (shortest if colocated else slowest)
-    sleeps = [rank.scaled(scale) for rank in unscaled]
+    sleeps = [rank.scaled_by(scale) for rank in unscaled]
     train(run_dir, scale, 3, words)
     count = trained_steps(composed.settings)
     spec = parts.schedule_spec(composed.settings, count, trainers)

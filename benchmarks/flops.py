@@ -342,7 +342,7 @@ def ratio(name: str, *more: str) -> Ratio:
     spec = schedule_spec(
         config, module.train_steps.count_trained(config.sampling.steps), trainers=1
     )
-    prompt = PromptData(config.data, config.seed).sampler.batch(0)[0]
+    prompt = PromptData(config.data, config.seed).sampler.prompts_at(0)[0]
     condition = policy.codec.encode([prompt])
     task = Task(step=0, index=0, group=0, first_sample=0, samples=spec.task_size, version=0)
     held: list[Any] = [engine.begin_task(task, prompt)]

@@ -55,7 +55,7 @@ from digenrl.diffusion.sigmas import step_sigmas
 from digenrl.diffusion.steps import StepPlan
 from digenrl.extensions.methods.dgpo import DGPO
 from digenrl.extensions.methods.dpo import DPO
-from digenrl.extensions.methods.noised import noised
+from digenrl.extensions.methods.noised import noise_cells
 from digenrl.extensions.tasks.mixture import MixturePolicy
 from digenrl.types import CellBlock, TrainBatch
 
@@ -225,8 +225,10 @@ class BestOfGroup(PolicyModule):
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
     ) -> Tensor:
         """[b, K], 0 for the others."""
-        cells = noised(block, range(block.samples), block.numbers, 0, self.stream)
-        return advantages[:, None] * mean_dims((cells.velocity(self.policy) - cells.target) ** 2)
+        cells = noise_cells(block, range(block.samples), block.numbers, 0, self.stream)
+        return advantages[:, None] * mean_dims(
+            (cells.predict_velocity(self.policy) - cells.target) ** 2
+        )
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,9 @@ from benchmarks.schedule import MECHANISMS, bench_of, limits
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.costs import Costs
-from digenrl.extensions.planner.enumeration import fitted, step_batches
-from digenrl.extensions.planner.outcome import CandidateOutcome, evaluate
-from digenrl.extensions.planner.planner import PlanError, fastest, make_plan
+from digenrl.extensions.planner.enumeration import fit_candidate, step_batches
+from digenrl.extensions.planner.outcome import CandidateOutcome, simulate_candidate
+from digenrl.extensions.planner.planner import PlanError, find_fastest, make_plan
 from digenrl.extensions.planner.virtual_cluster import Cluster
 from digenrl.hardware import Pool
 from digenrl.recompute import Recompute
@@ -164,7 +164,7 @@ class EngineColocated(Published):
 
     def cluster(self, candidate: Candidate) -> Cluster:
         """The ranks with the engine's speed, and the move at each step's end."""
-        cluster = super().cluster(candidate)
+        cluster = super().build_cluster(candidate)
         pools = {pool.name: pool for pool in self.hardware.pools}
         size = candidate.spec.task_size
         ranks = tuple(
@@ -173,8 +173,8 @@ class EngineColocated(Published):
         )
         engine = 2.0 * float(self.work.sizes["parameters"])
         state = engine + 12.0 * self.work.trained_parameters
-        moved = 2 * (engine + state / self.shards(candidate)) / 20e9
-        gathered = self.costs.gather_seconds(list(pools.values()), self.shards(candidate))
+        moved = 2 * (engine + state / self.shard_count(candidate)) / 20e9
+        gathered = self.costs.gather_seconds(list(pools.values()), self.shard_count(candidate))
         gathered *= self.work.lora_rank is None
         return replace(cluster, ranks=ranks, snapshot_seconds=moved + gathered)
 
@@ -183,10 +183,10 @@ def sharded_loop(costing: Costing, size: int, sharding: str = "fsdp") -> Candida
     """A colocated loop with an equal split and one time step per forward; None if it does not
     fit."""
     gpus = costing.hardware.gpus
-    base = costing.candidate(
+    base = costing.make_candidate(
         gpus, 0, sharding=sharding, task_size=size, gap=0, tsp_shard=False, static_claims=True
     )
-    return None if costing.misfits(base) else base
+    return None if costing.find_misfits(base) else base
 
 
 def scripts(costing: Costing, sharding: str = "fsdp") -> CandidateOutcome | None:
@@ -204,7 +204,7 @@ def scripts(costing: Costing, sharding: str = "fsdp") -> CandidateOutcome | None
     if found is None:
         return None
     recomputing = replace(found, recompute=Recompute(inputs=1.0))
-    return evaluate(own, recomputing, own.bound())
+    return simulate_candidate(own, recomputing, own.step_bound())
 
 
 def verl_omni(costing: Costing, batching: bool) -> CandidateOutcome | None:
@@ -213,7 +213,7 @@ def verl_omni(costing: Costing, batching: bool) -> CandidateOutcome | None:
     own = EngineColocated(costing.work, costing.hardware)
     part = max(1, GROUP * GROUPS // costing.hardware.gpus)
     found = sharded_loop(own, part if batching else 1, "hsdp")
-    return None if found is None else evaluate(own, found, own.bound())
+    return None if found is None else simulate_candidate(own, found, own.step_bound())
 
 
 def genrl(costing: Costing) -> CandidateOutcome | None:
@@ -222,7 +222,7 @@ def genrl(costing: Costing) -> CandidateOutcome | None:
     for sharding in ("ddp", "fsdp"):
         found = sharded_loop(costing, GROUP // 2, sharding)
         if found is not None:
-            return evaluate(costing, found, costing.bound())
+            return simulate_candidate(costing, found, costing.step_bound())
     return None
 
 
@@ -244,7 +244,7 @@ def splits(costing: Costing, mechanism: Mapping[str, Any]) -> Iterator[Candidate
     for first, trainers, size, held, gap in choices:
         if not 1 < trainers < gpus:
             continue
-        base = costing.candidate(
+        base = costing.make_candidate(
             trainers,
             gpus - trainers,
             sharding=held,
@@ -253,16 +253,16 @@ def splits(costing: Costing, mechanism: Mapping[str, Any]) -> Iterator[Candidate
             shares=len(pools) > 1,
             **{**mechanism, "gap": gap},
         )
-        found = fitted(costing, base)
+        found = fit_candidate(costing, base)
         if found is not None:
-            yield found if tsp else found.but(tsp_batch=min(step_batches(costing, base)))
+            yield found if tsp else found.with_changes(tsp_batch=min(step_batches(costing, base)))
 
 
 def ladder(costing: Costing) -> dict[str, CandidateOutcome | None]:
     """Row -> the best run that is forced to use its mechanisms."""
-    bound = costing.bound()
+    bound = costing.step_bound()
     return {
-        name: fastest(costing, splits(costing, mechanism), bound)
+        name: find_fastest(costing, splits(costing, mechanism), bound)
         for name, mechanism in zip(LADDER, MECHANISMS.values(), strict=True)
     }
 
@@ -298,7 +298,7 @@ def cell(
     if (batches, links, train) == (2, 1, 1.0):  # the page shows no others of ours
         try:
             plan = make_plan(plain)
-            ours = {kind: plan.best(kind) for kind in ("colocated", "on_policy", "async")}
+            ours = {kind: plan.best_of_kind(kind) for kind in ("colocated", "on_policy", "async")}
         except PlanError:
             pass
     found = {
@@ -468,9 +468,13 @@ def study(steps: int, k: int) -> tuple[float, float, float]:
     work = replace(work, prompts=2, group_size=2, updates=1, height=240, width=416, frames=17)
     pools = tuple(replace(pool, count=6) for pool in costing.hardware.pools[:1])
     own = Costing(replace(work, lora_rank=None), replace(costing.hardware, pools=pools))
-    base = own.candidate(2, 4, sharding="fsdp", task_size=1, gap=0, tsp_batch=k)
-    runs = base, base.but(gap=1, async_steps=1), base.but(gap=1, async_steps=1, tag=True)
-    first, second, third = (evaluate(own, run, own.bound()).step_s for run in runs)
+    base = own.make_candidate(2, 4, sharding="fsdp", task_size=1, gap=0, tsp_batch=k)
+    runs = (
+        base,
+        base.with_changes(gap=1, async_steps=1),
+        base.with_changes(gap=1, async_steps=1, tag=True),
+    )
+    first, second, third = (simulate_candidate(own, run, own.step_bound()).step_s for run in runs)
     return first, second, third
 
 

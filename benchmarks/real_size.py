@@ -48,9 +48,9 @@ from benchmarks._policy_bench import (
 from benchmarks._random_builds import FAMILY, REAL, TINY
 from benchmarks._shared import RESULTS, Report, options, require_known
 from digenrl.extensions.planner.costs import Costs
-from digenrl.extensions.planner.gpus import known
+from digenrl.extensions.planner.gpus import find_gpu
 from digenrl.extensions.planner.measured import computed_seconds
-from digenrl.extensions.planner.reading import workload
+from digenrl.extensions.planner.reading import read_workload
 from digenrl.facts import facts_by_family
 from digenrl.hardware import parse_hardware
 
@@ -225,12 +225,12 @@ def words(row: Row) -> str:
 
 def planned_seconds(unit: Unit, gpu: str) -> float:
     """What the planner computes for a denoising step or a micro-batch on a GPU of its table."""
-    sheet, settings = known(gpu), composed(unit.model, REAL, *unit.build.words)
+    sheet, settings = find_gpu(gpu), composed(unit.model, REAL, *unit.build.words)
     if sheet is None:
         return nan
     profile = parse_hardware(settings.settings.hardware)
     pool = replace(profile.pools[0], gpu=gpu, tflops=sheet.tflops, hbm_tb_s=sheet.hbm_tb_s)
-    costs = Costs(workload(settings), replace(profile, pools=(pool,)))
+    costs = Costs(read_workload(settings), replace(profile, pools=(pool,)))
     return computed_seconds(costs, pool, unit.stage, unit.samples, unit.steps, unit.build.kept)
 
 

@@ -48,7 +48,7 @@ def simulated(report: Report, experiment: str, sizes: list[int]) -> list[float]:
     costing, _ = bench_of(experiment, "h20x16")
     speeds = []
     for gpus in sizes:
-        best = make_plan(grown(costing, gpus)).best("on_policy")
+        best = make_plan(grown(costing, gpus)).best_of_kind("on_policy")
         if best is None:
             raise SystemExit(
                 f"{experiment} does not fit on {gpus} GPUs: start with more, simulated=..."

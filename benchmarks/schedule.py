@@ -31,11 +31,11 @@ from benchmarks._shared import RESULTS, Report, options
 from digenrl import config as configuration
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
-from digenrl.extensions.planner.enumeration import fitted, step_batches, task_sizes
-from digenrl.extensions.planner.outcome import CandidateOutcome, evaluate
-from digenrl.extensions.planner.plan_text import repeats
-from digenrl.extensions.planner.planner import fastest, make_plan
-from digenrl.extensions.planner.reading import workload
+from digenrl.extensions.planner.enumeration import fit_candidate, step_batches, task_sizes
+from digenrl.extensions.planner.outcome import CandidateOutcome, simulate_candidate
+from digenrl.extensions.planner.plan_text import recompute_cell
+from digenrl.extensions.planner.planner import find_fastest, make_plan
+from digenrl.extensions.planner.reading import read_workload
 from digenrl.hardware import parse_hardware
 from digenrl.recompute import Recompute
 
@@ -87,7 +87,7 @@ def bench_of(experiment: str, hardware: str, *words: str) -> tuple[Costing, int]
         [f"experiment={experiment}", f"hardware={hardware}", *words], "plan"
     )
     settings = composed.settings
-    costing = Costing(workload(composed), parse_hardware(settings.hardware))
+    costing = Costing(read_workload(composed), parse_hardware(settings.hardware))
     return costing, int(settings.sampling.task_size)
 
 
@@ -95,7 +95,7 @@ def naive_colocated(costing: Costing, task_size: int) -> Iterator[Candidate]:
     """Equal split, one step per forward, the experiment's own task size, held in every way that
     fits."""
     for sharding in ("ddp", "hsdp", "fsdp"):
-        base = costing.candidate(
+        base = costing.make_candidate(
             costing.hardware.gpus,
             0,
             sharding=sharding,
@@ -107,7 +107,7 @@ def naive_colocated(costing: Costing, task_size: int) -> Iterator[Candidate]:
         trials = (
             replace(base, recompute=Recompute(inputs=float(whole))) for whole in (False, True)
         )
-        yield from [trial for trial in trials if not costing.misfits(trial)][:1]
+        yield from [trial for trial in trials if not costing.find_misfits(trial)][:1]
 
 
 def disaggregated(costing: Costing, mechanism: dict[str, Any]) -> Iterator[Candidate]:
@@ -126,7 +126,7 @@ def disaggregated(costing: Costing, mechanism: dict[str, Any]) -> Iterator[Candi
             trainers = gpus * eighth // 8
             for size in dict.fromkeys((sizes[0], sizes[len(sizes) // 2])):
                 for sharding in ("ddp", "fsdp"):
-                    base = costing.candidate(
+                    base = costing.make_candidate(
                         trainers,
                         gpus - trainers,
                         sharding=sharding,
@@ -135,13 +135,13 @@ def disaggregated(costing: Costing, mechanism: dict[str, Any]) -> Iterator[Candi
                         shares=unequal and tsp,
                         **mechanism,
                     )
-                    candidate = fitted(costing, base)
+                    candidate = fit_candidate(costing, base)
                     if candidate is None:
                         continue
                     yield (
                         candidate
                         if tsp
-                        else candidate.but(tsp_batch=min(step_batches(costing, base)))
+                        else candidate.with_changes(tsp_batch=min(step_batches(costing, base)))
                     )
 
 
@@ -164,29 +164,31 @@ def measure(seat: tuple[str, str, bool]) -> Cell:
     best ones."""
     hardware, experiment, mechanisms = seat
     costing, task_size = bench_of(experiment, hardware)
-    bound, plan = costing.bound(), make_plan(costing)
+    bound, plan = costing.step_bound(), make_plan(costing)
     naive = [
-        evaluate(costing, candidate, bound, exact=True)
+        simulate_candidate(costing, candidate, bound, exact=True)
         for candidate in naive_colocated(costing, task_size)
     ]
     claimed = [
-        evaluate(costing, replace(outcome.candidate, static_claims=False), bound, exact=True)
+        simulate_candidate(
+            costing, replace(outcome.candidate, static_claims=False), bound, exact=True
+        )
         for outcome in naive
     ]
     rows = {
         "colocated naive": least(naive),
-        "colocated": least([plan.best("colocated"), *claimed, *naive]),
+        "colocated": least([plan.best_of_kind("colocated"), *claimed, *naive]),
     }
     for name, mechanism in MECHANISMS.items() if mechanisms else ():
         if costing.work.whole_batch:
             if name == "+gap":
                 continue
             mechanism = mechanism | {"gap": 0, "stale_fraction": 1.0}
-        best = fastest(costing, disaggregated(costing, mechanism), bound)
+        best = find_fastest(costing, disaggregated(costing, mechanism), bound)
         if best is not None:
-            near = (c for c in refined(costing, best) if not costing.misfits(c))
-            best = least([best, fastest(costing, near, bound)])
-        rows[f"disaggregated {name}"] = best and evaluate(
+            near = (c for c in refined(costing, best) if not costing.find_misfits(c))
+            best = least([best, find_fastest(costing, near, bound)])
+        rows[f"disaggregated {name}"] = best and simulate_candidate(
             costing, best.candidate, bound, exact=True
         )
     for kind, asynchronous in (("on-policy", 0), ("async", 1)):
@@ -195,7 +197,7 @@ def measure(seat: tuple[str, str, bool]) -> Cell:
             for o in rows.values()
             if o is not None and o.candidate.spec.async_steps == asynchronous
         ]
-        rows[f"best {kind}"] = least([plan.best(kind.replace("-", "_")), *found])
+        rows[f"best {kind}"] = least([plan.best_of_kind(kind.replace("-", "_")), *found])
     return Cell(hardware, experiment, bound, rows)
 
 
@@ -229,7 +231,13 @@ def detail(report: Report, cell: Cell) -> None:
             f"{outcome.bound_s / seconds:.3f}"
             for seconds in (outcome.jitter_s, outcome.slow_rank_s)
         ]
-        chosen = (c.sharding, c.spec.task_size, c.spec.tsp_batch, c.spec.gap, repeats(outcome))
+        chosen = (
+            c.sharding,
+            c.spec.task_size,
+            c.spec.tsp_batch,
+            c.spec.gap,
+            recompute_cell(outcome),
+        )
         report.row(name, ranks, *chosen, step, share, *shaken, *against, limits(outcome))
 
 
@@ -324,7 +332,7 @@ def timed_plans(testbeds: str, models: str) -> int:
         longest = max(longest, seconds)
         print(f"{seconds:6.2f} s  {hardware}, {experiment}: {plan.simulated} quick simulations")
         for kind in ("colocated", "on_policy", "async"):
-            if (best := plan.best(kind)) is not None:
+            if (best := plan.best_of_kind(kind)) is not None:
                 c, spec = best.candidate, best.candidate.spec
                 how = f"b={spec.task_size} K={spec.tsp_batch} gap={spec.gap} {c.first or ''}"
                 ranks = f"{c.trainers}+{c.rollouts} {c.sharding}"

@@ -21,10 +21,10 @@ from digenrl import config as configuration
 from digenrl.config import Composed, config_directory
 from digenrl.data import load_prompts
 from digenrl.extensions.planner.costing import Costing
-from digenrl.extensions.planner.enumeration import fitted
-from digenrl.extensions.planner.planner import fastest
-from digenrl.extensions.planner.reading import workload
-from digenrl.extensions.planner.workload import Workload, counted
+from digenrl.extensions.planner.enumeration import fit_candidate
+from digenrl.extensions.planner.planner import find_fastest
+from digenrl.extensions.planner.reading import read_workload
+from digenrl.extensions.planner.workload import Workload, counted_models
 from digenrl.hardware import parse_hardware
 
 SELECTING = "hunyuanvideo_dancegrpo"
@@ -78,7 +78,7 @@ def experiments_counted() -> dict[str, Composed]:
     found = {}
     for path in sorted((config_directory() / "experiment").glob("[a-z]*.yaml")):
         composed = configuration.load([f"experiment={path.stem}"], "plan")
-        if composed.choices["model"] in counted():
+        if composed.choices["model"] in counted_models():
             found[path.stem] = composed
     return found
 
@@ -87,11 +87,11 @@ def planned(costing: Costing) -> float:
     """Seconds of an RL step of the fastest colocated run of all GPUs."""
     gpus, unequal = costing.hardware.gpus, len({pool.tflops for pool in costing.hardware.pools}) > 1
     bases = (
-        costing.candidate(gpus, 0, sharding=how, gap=0, shares=unequal)
+        costing.make_candidate(gpus, 0, sharding=how, gap=0, shares=unequal)
         for how in ("ddp", "hsdp", "fsdp")
     )
-    ways = [way for base in bases if (way := fitted(costing, base)) is not None]
-    best = fastest(costing, ways, costing.bound())
+    ways = [way for base in bases if (way := fit_candidate(costing, base)) is not None]
+    best = find_fastest(costing, ways, costing.step_bound())
     return float("nan") if best is None else best.step_s
 
 
@@ -117,7 +117,7 @@ def main(words: list[str]) -> int:
     )
     experiments = experiments_counted()
     for name, composed in experiments.items():
-        work = workload(composed)
+        work = read_workload(composed)
         whole, less = (
             flops_of(before(work), work.prompts),
             flops_of(work, texts_per_step(composed, work)),
@@ -141,10 +141,10 @@ def main(words: list[str]) -> int:
     slowest = float("inf")
     for testbed in given["testbeds"].split(","):
         composed = configuration.load([f"experiment={SELECTING}", f"hardware={testbed}"], "plan")
-        work, hardware = workload(composed), parse_hardware(composed.settings.hardware)
+        work, hardware = read_workload(composed), parse_hardware(composed.settings.hardware)
         costings = [Costing(each, hardware) for each in (before(work), work)]
         bounds, steps = (
-            [each.bound() for each in costings],
+            [each.step_bound() for each in costings],
             [planned(each) for each in costings],
         )
         cells = []
@@ -152,7 +152,7 @@ def main(words: list[str]) -> int:
             cells += [f"{without:.1f}", f"{having:.1f}", f"{without / having:.2f}"]
             slowest = min(slowest, without / having)
         report.row(testbed, *cells)
-    share = workload(experiments[SELECTING]).useful
+    share = read_workload(experiments[SELECTING]).useful
     report.verdict(
         share <= TRAINED and slowest >= FASTER,
         f"{SELECTING} trains {share:.3f} of its samples, at most {TRAINED:.3f} wanted; its step is "

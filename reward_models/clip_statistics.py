@@ -16,7 +16,7 @@ from torchmetrics.functional import pairwise_cosine_similarity
 from torchmetrics.image.kid import KernelInceptionDistance
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from digenrl.images.reader import listed, read_picture
+from digenrl.images.reader import list_files, read_picture
 from digenrl.types import Prompt
 from reward_models.clip_backbone import ClipBackbone
 from reward_models.weights import BUILDS
@@ -111,7 +111,7 @@ def pictures_of(reference: Path, most: int) -> Iterator[Tensor]:
         with np.load(reference, allow_pickle=False) as arrays:
             yield from torch.from_numpy(arrays["media"][:most])
         return
-    for file in listed(reference, _SUFFIXES)[:most] if reference.is_dir() else ():
+    for file in list_files(reference, _SUFFIXES)[:most] if reference.is_dir() else ():
         try:
             yield pil_to_tensor(read_picture(file, FORMATS, _MOST_PIXELS))
         except (OSError, ValueError, SyntaxError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from digenrl.extensions.planner.workload import counted
+from digenrl.extensions.planner.workload import counted_models
 from digenrl.rewards.published import WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,7 +109,7 @@ def page() -> str:
 
 def _models() -> Iterator[str]:
     for option, head, node in _options("model"):
-        facts, path = counted().get(option), node.get("path")
+        facts, path = counted_models().get(option), node.get("path")
         known = facts.models[option] if facts else None
         shape = f"{known['blocks']} x {known['hidden']}" if known else "-"
         gib = f"{known['parameters'] * 2 / 2**30:.1f} GiB in 16 bit" if known else "-"

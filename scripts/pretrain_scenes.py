@@ -43,7 +43,7 @@ from digenrl.extensions.tasks.scenes import (
     STUDENT_FILE,
     ScenesEditPolicy,
     ScenesPolicy,
-    pack,
+    pack_pictures,
     text_features,
 )
 from reward_models.drawn_scenes import (
@@ -197,7 +197,7 @@ def _captioned(wrong: float, generator: torch.Generator) -> Batch:
         SCENES[int(choice[row] * len(SCENES))] if mistaken[row] else scene
         for row, scene in enumerate(scenes)
     ]
-    return pack(pictures), features_of([caption.text for caption in captions])
+    return pack_pictures(pictures), features_of([caption.text for caption in captions])
 
 
 def _edited(wrong: float, generator: torch.Generator) -> Batch:
@@ -221,7 +221,9 @@ def _edited(wrong: float, generator: torch.Generator) -> Batch:
         draw([scene.kinds for scene in s], places)
         for s in ([edit.before for edit in edits], results)
     )
-    return pack(after), features_of([edit.text for edit in edits]) | {"image": pack(before)}
+    return pack_pictures(after), features_of([edit.text for edit in edits]) | {
+        "image": pack_pictures(before)
+    }
 
 
 def features_of(texts: Sequence[str]) -> dict[str, Tensor]:
@@ -244,7 +246,7 @@ def sample_edits(
     sources = draw(
         [s.kinds for s in before], draw_places(before, torch.Generator().manual_seed(seed))
     )
-    condition = features_of([edit.text for edit in edits]) | {"image": pack(sources)}
+    condition = features_of([edit.text for edit in edits]) | {"image": pack_pictures(sources)}
     return sources, sampled(policy, condition, steps, seed)
 
 

@@ -49,10 +49,10 @@ class _Told:
     def __init__(self, found: Sequence[Detection], colours: dict[tuple[float, ...], str]) -> None:
         self._found, self._colours = found, colours
 
-    def find(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
+    def find_objects(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
         return [one for one in self._found if one.label in classes]
 
-    def colours(self, picture: Tensor, found: Sequence[Detection]) -> list[str | None]:
+    def name_colours(self, picture: Tensor, found: Sequence[Detection]) -> list[str | None]:
         return [self._colours[one.box] for one in found]
 
 

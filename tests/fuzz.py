@@ -229,7 +229,7 @@ def prompt_file(root: Path) -> Attack:
         path = root / chance.choice(("p.jsonl", "p.txt"))
         path.write_bytes(mutated(b"\n".join(texts), chance))
         try:
-            list(prompts.read(path, ImageLimits()).prompts)
+            list(prompts.read_prompt_file(path, ImageLimits()).prompts)
         except prompts.PromptFileError:
             return False
         return True

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from digenrl import config, prompts
-from digenrl.cli.commands import commands
+from digenrl.cli.commands import all_commands
 from digenrl.cli.main import main
-from digenrl.cli.sweeps import expand
+from digenrl.cli.sweeps import expand_sweep
 from digenrl.record.spans import WAIT_CAUSES
 from digenrl.reward_command import reward_config
 from scripts.configuration_reference import page
@@ -70,7 +70,7 @@ def test_every_digenrl_command_exists(document: Path) -> None:
     words = re.findall(
         r"(?:`|^|\| )digenrl ([a-z-]+)", document.read_text(encoding="utf-8"), re.MULTILINE
     )
-    assert set(words) <= {*commands(), "--help"}
+    assert set(words) <= {*all_commands(), "--help"}
 
 
 def test_the_commands_of_the_quickstart_fit(
@@ -87,7 +87,7 @@ def test_the_commands_of_the_quickstart_fit(
         if command == "new":
             assert main([command, *words]) == 0
         elif "-m" in words:
-            assert [config.load(job.words) for job in expand(words)[1]]
+            assert [config.load(job.words) for job in expand_sweep(words)[1]]
         elif command in ("train", "plan"):
             assert config.load(words, command).settings is not None
         elif command == "score":
@@ -95,7 +95,7 @@ def test_the_commands_of_the_quickstart_fit(
         elif command == "resume":
             assert config.load([f"resume={words[0]}", *words[1:]]).resumed
         else:
-            assert command in commands() or command == "--help"
+            assert command in all_commands() or command == "--help"
 
 
 @pytest.mark.parametrize(
@@ -125,13 +125,13 @@ def test_the_prompts_of_the_data_page_are_read(tmp_path: Path) -> None:
         r"```json\n(.*?)```", (DOCS / "data.md").read_text(encoding="utf-8"), re.DOTALL
     )
     (tmp_path / "prompts.jsonl").write_text(lines)
-    first, second = prompts.read(tmp_path / "prompts.jsonl").prompts
+    first, second = prompts.read_prompt_file(tmp_path / "prompts.jsonl").prompts
     assert (first.target, first.metadata, second.negative) == (
         "OPEN",
         {"id": 7, "style": "neon"},
         "people",
     )
-    assert edit in prompts.locate("drawn_edits.jsonl").read_text(), (
+    assert edit in prompts.locate_file("drawn_edits.jsonl").read_text(), (
         "the example is one of those shipped"
     )
 
@@ -158,7 +158,9 @@ def test_the_overrides_of_the_readme_fit_the_first_run(
     lines = [line.partition("#")[0] for line in block.splitlines()]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
-    shipped = [*dict.fromkeys(prompts.read("drawn_scenes.txt").path.read_text().splitlines())]
+    shipped = [
+        *dict.fromkeys(prompts.read_prompt_file("drawn_scenes.txt").path.read_text().splitlines())
+    ]
     (tmp_path / "mine.txt").write_text("\n".join(shipped[:20]))
     (tmp_path / "mine_heldout.txt").write_text("\n".join(shipped[20:24]))
     for line in lines:

@@ -82,7 +82,9 @@ def test_the_prompts_of_every_step_are_those_of_the_system(size: int) -> None:
     sampler = PromptSampler(load_prompts("digits.jsonl"), size, seed=3)
     for step in range(12):
         drawn = page.prompts_of_step(page.Settings(seed=3, prompts_per_batch=size), step)
-        assert [prompt.uid for prompt in drawn] == [prompt.uid for prompt in sampler.batch(step)]
+        assert [prompt.uid for prompt in drawn] == [
+            prompt.uid for prompt in sampler.prompts_at(step)
+        ]
 
 
 @pytest.mark.slow

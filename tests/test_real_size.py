@@ -190,8 +190,8 @@ def test_the_planner_takes_what_was_measured_on_its_gpu(tmp_path: Path) -> None:
     computed = [plain.cell_seconds(plain.hardware.pools[0], 2, k, r)
                 for k, r in ((5, Recompute()), (2, Recompute(inputs=1.0)))]  # fmt: skip
     assert kept == pytest.approx(0.6 * computed[0] / computed[1])
-    assert costs.source("train", pool) == costs.source("decode", pool) == "measured"
-    assert costs.source("encode", pool) == "assumed"
+    assert costs.figure_source("train", pool) == costs.figure_source("decode", pool) == "measured"
+    assert costs.figure_source("encode", pool) == "assumed"
     given = replace(hardware, seconds={"train": {"h200": 9.0}})
     costs = Costs(work, with_measured(given, work, tmp_path))
     assert costs.cell_seconds(pool, 2, 2, Recompute()) == 18.0, "the profile's own go first"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 
-from digenrl.prompts import Prompt, most_of_batch, read, sources
+from digenrl.prompts import Prompt, most_of_batch, read_prompt_file, weighted_files
 
 if TYPE_CHECKING:
     from digenrl.config.settings import DataSettings
@@ -34,9 +34,9 @@ def load_files(
         digenrl.prompts.PromptFileError: a file is missing, empty or malformed; names file and line.
     """
     seen, files = set[int](), list[tuple[tuple[Prompt, ...], float]]()
-    for name, weight in sources(setting):
+    for name, weight in weighted_files(setting):
         prompts = list[Prompt]()
-        for prompt in read(name).prompts:
+        for prompt in read_prompt_file(name).prompts:
             if (uid := prompt.uid) not in seen:
                 seen.add(uid)
                 prompts.append(prompt)
@@ -100,7 +100,7 @@ class PromptSampler:
                 )
         ends = list(accumulate((count for count, _ in files), initial=0))
         self._epochs = [
-            _Epochs(uids[first:last], seed, self._span(n))
+            _Epochs(uids[first:last], seed, self._batch_span(n))
             for n, (first, last) in enumerate(pairwise(ends))
         ]
         weights = list(accumulate(weight for _, weight in files))
@@ -109,32 +109,32 @@ class PromptSampler:
         """Prompts taken from each file by all batches before an RL step."""
         self._batches: dict[int, tuple[Prompt, ...]] = {}
 
-    def batch(self, step: int) -> tuple[Prompt, ...]:
+    def prompts_at(self, step: int) -> tuple[Prompt, ...]:
         """The P distinct prompts of RL step `step` (0-based); group g of the batch belongs to
         prompt g."""
         if step < 0:
             raise ValueError(f"step = {step}: RL steps count from 0.")
         if step not in self._batches:
-            self._walk(step + 1)
+            self._extend_taken(step + 1)
             uids = [
                 uid
                 for epochs, taken in zip(self._epochs, self._taken, strict=True)
-                for uid in epochs.between(taken[step], taken[step + 1])
+                for uid in epochs.uids_between(taken[step], taken[step + 1])
             ]
             if len(self._epochs) > 1:
-                uids.sort(key=lambda uid: _hash(self._seed, "order", step, uid))
+                uids.sort(key=lambda uid: _hash_parts(self._seed, "order", step, uid))
             self._batches[step] = tuple(self._prompts[self._at[uid]] for uid in uids)
             for far in sorted(self._batches, key=lambda known: abs(known - step))[self._CACHED :]:
                 del self._batches[far]
         return self._batches[step]
 
-    def _walk(self, steps: int) -> None:
+    def _extend_taken(self, steps: int) -> None:
         """Know what the batches of so many RL steps take of each file."""
         for step in range(len(self._taken[0]) - 1, steps):
             draw = (
                 0.5
                 if len(self._taken) == 1
-                else int.from_bytes(_hash(self._seed, "files", step)[:6], "big") / 2**48
+                else int.from_bytes(_hash_parts(self._seed, "files", step)[:6], "big") / 2**48
             )
             # P marks at equal distances over all weights: a file has those that fall on its own.
             below = [
@@ -146,16 +146,16 @@ class PromptSampler:
             ):
                 taken.append(taken[-1] + last - first)
 
-    def _span(self, number: int) -> Callable[[int], tuple[int, int]]:
+    def _batch_span(self, number: int) -> Callable[[int], tuple[int, int]]:
         """Return a function for file `number`: position in its stream -> first position and end of
         the batch around it."""
 
-        def span(position: int) -> tuple[int, int]:
+        def span_around(position: int) -> tuple[int, int]:
             taken = self._taken[number]
             step = bisect_right(taken, position) - 1
             return taken[step], taken[step + 1]
 
-        return span
+        return span_around
 
 
 class _Epochs:
@@ -173,16 +173,16 @@ class _Epochs:
         self._uids, self._seed, self._span = uids, seed, span
         self._epochs: dict[int, tuple[int, ...]] = {}
 
-    def between(self, first: int, last: int) -> tuple[int, ...]:
+    def uids_between(self, first: int, last: int) -> tuple[int, ...]:
         """uids of the stream's positions first .. last-1, which are one batch's: distinct."""
         if first == last:
             return ()
         epoch, start = divmod(first, len(self._uids))
-        found = self._epoch(epoch)[start : start + last - first]
+        found = self._epoch_order(epoch)[start : start + last - first]
         missing = last - first - len(found)
-        return (*found, *(self._epoch(epoch + 1)[:missing] if missing else ()))
+        return (*found, *(self._epoch_order(epoch + 1)[:missing] if missing else ()))
 
-    def _epoch(self, epoch: int) -> tuple[int, ...]:
+    def _epoch_order(self, epoch: int) -> tuple[int, ...]:
         """uids in the order of epoch `epoch`.
 
         Where a batch takes prompts from two epochs, those of the old epoch come right after that
@@ -192,14 +192,14 @@ class _Epochs:
             start = max((known for known in self._epochs if known < epoch), default=-1)
             previous = self._epochs.get(start, ())
             for index in range(start + 1, epoch + 1):
-                previous = self._following(previous, index)
+                previous = self._next_order(previous, index)
             self._epochs[epoch] = previous
             for far in sorted(self._epochs, key=lambda known: abs(known - epoch))[self._CACHED :]:
                 del self._epochs[far]
         return self._epochs[epoch]
 
-    def _following(self, previous: tuple[int, ...], epoch: int) -> tuple[int, ...]:
-        order = sorted(self._uids, key=lambda uid: _hash(self._seed, epoch, uid))
+    def _next_order(self, previous: tuple[int, ...], epoch: int) -> tuple[int, ...]:
+        order = sorted(self._uids, key=lambda uid: _hash_parts(self._seed, epoch, uid))
         began = epoch * len(order)
         first, last = self._span(began)
         if first == began:
@@ -210,7 +210,7 @@ class _Epochs:
         return (*head, *(uid for uid in order if uid not in chosen))
 
 
-def _hash(*parts: int | str) -> bytes:
+def _hash_parts(*parts: int | str) -> bytes:
     return hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=16).digest()
 
 

@@ -73,7 +73,7 @@ def fill_prompt_store(
     worth one.
 
     Args:
-        progress: as in `PromptStore.fill`.
+        progress: as in `PromptStore.store_conditioning`.
 
     Raises:
         OSError: the store cannot be written; the policy reads what it has.
@@ -87,7 +87,7 @@ def fill_prompt_store(
     wanted = (
         list(data.prompts)
         if all_of_them
-        else [prompt for step in steps for prompt in data.sampler.batch(step)]
+        else [prompt for step in steps for prompt in data.sampler.prompts_at(step)]
     )
     evaluated = [callback.drawn for callback in callbacks if isinstance(callback, Evaluation)]
     wanted += [prompt for drawn in evaluated for prompt in drawn.prompts]
@@ -115,18 +115,18 @@ def store_conditioning(
     device: torch.device,
     progress: Callable[[], None] = lambda: None,
 ) -> tuple[int, int]:
-    """Put the conditioning of all `prompts` into the store under `root`. The codec's `encode` then
+    """Put the conditioning of all `prompts` into the store under `root`. The codec's `encode_run_prompts` then
     reads from the store, also if not all of it could be written.
 
     Encoders with other weights, dtype, length, libraries or kind of device have another store. They
     are moved to `device` at most once, and then leave memory. `progress` is called as in
-    `PromptStore.fill`.
+    `PromptStore.store_conditioning`.
 
     Returns:
         (wordings, wordings that this process has encoded).
 
     Raises:
-        ValueError: as `Codec.encode`.
+        ValueError: as `Codec.encode_run_prompts`.
         OSError: the store cannot be written.
     """
     files = pretrained.component_files(codec.path, *codec.encoders)

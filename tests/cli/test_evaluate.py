@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.cli.evaluate import EvaluateKeys, evaluate, main, table
+from digenrl.cli.evaluate import EvaluateKeys, evaluate_run, main, result_table
 from digenrl.config.help import read_arguments
 from digenrl.earlier_run import NoCheckpoint
 from tests.cli.finished import finished_run
@@ -31,7 +31,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_last_compares_the_checkpoint_with_the_base_model(run_dir: Path) -> None:
-    result = evaluate(*asked([f"run={run_dir}", SMALL]))
+    result = evaluate_run(*asked([f"run={run_dir}", SMALL]))
     assert result["rl_step"] == 7
     assert result["base"]["samples"] == result["last"]["samples"] == 30
     assert result["last"]["reward"] != result["base"]["reward"]
@@ -52,17 +52,17 @@ def test_base_needs_no_checkpoint_and_takes_other_prompts_and_steps(
     prompts = tmp_path / "mine.txt"
     prompts.write_text("number two\nnumber five\n")
     request = asked([f"run={bare}", "step=base", f"data={prompts}", "sampling.eval.steps=3", SMALL])
-    result = evaluate(*request)
+    result = evaluate_run(*request)
     assert (result["prompts"], result["steps"], result["base"]["samples"]) == (2, 3, 6)
     assert "last" not in result
     with pytest.raises(NoCheckpoint, match="step=base"):
-        evaluate(*asked([f"run={bare}"]))
+        evaluate_run(*asked([f"run={bare}"]))
 
 
 def test_another_reward_scores_the_same_samples(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = evaluate(*asked([f"run={run_dir}", "step=base", "reward=jpeg", SMALL]))
+    result = evaluate_run(*asked([f"run={run_dir}", "step=base", "reward=jpeg", SMALL]))
     assert result["base"]["reward"] == result["base"]["reward/jpeg_size"] < 0
     assert "heldout" not in result["base"]
     assert main([f"run={run_dir}", "step=base", "reward=jpg", SMALL]) == 2
@@ -118,5 +118,5 @@ def test_a_refusal_does_not_import_torch(run_dir: Path) -> None:
 
 def test_a_number_of_one_column_alone_leaves_a_dash() -> None:
     result = {"base": {"reward": 0.5, "noisy_detail": 1.25}, "last": {"reward": 0.75, "kl": 2.0}}
-    lines = [line.split() for line in table(result).splitlines()]
+    lines = [line.split() for line in result_table(result).splitlines()]
     assert lines[1:] == [["reward", "0.5", "0.75"], ["noisy_detail", "1.25", "-"], ["kl", "-", "2"]]

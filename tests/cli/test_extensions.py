@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.cli.commands import OWN, commands
+from digenrl.cli.commands import OWN, all_commands
 from digenrl.cli.extensions import offered_commands
 from digenrl.config.commands import Command
 
@@ -33,7 +33,7 @@ def test_a_folder_brings_its_commands(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(digenrl.extensions, "__path__", [str(tmp_path)])
     expected = {"read": Command("digenrl.extensions.shelf.read", "read a book")}
     assert offered_commands() == expected
-    assert commands() == OWN | expected
+    assert all_commands() == OWN | expected
     monkeypatch.delitem(sys.modules, "digenrl.extensions.shelf")
 
 

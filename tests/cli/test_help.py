@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from digenrl.cli.commands import commands
+from digenrl.cli.commands import all_commands
 
 pytestmark = pytest.mark.processes
 
@@ -48,7 +48,7 @@ COMMANDS = {
 
 
 def test_no_command_is_left_out() -> None:
-    assert set(commands()) - {"resume"} == set(COMMANDS)  # it is a page of `train`
+    assert set(all_commands()) - {"resume"} == set(COMMANDS)  # it is a page of `train`
 
 
 CODE = """

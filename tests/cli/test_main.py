@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from digenrl.cli import main as command
-from digenrl.cli.commands import commands
+from digenrl.cli.commands import all_commands
 from tests.conftest import ROOT
 
 
@@ -30,7 +30,7 @@ def test_it_is_installed_under_that_name(repository: Path) -> None:
     assert getattr(import_module(module), function) is command.main
 
 
-@pytest.mark.parametrize("name", commands())
+@pytest.mark.parametrize("name", all_commands())
 def test_every_command_is_there_and_has_a_page_of_its_own(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from digenrl.cli.sweep_table import result_of, rows
-from digenrl.cli.sweeps import SweepJob, expand, sweep
+from digenrl.cli.sweep_table import job_rows, result_of
+from digenrl.cli.sweeps import SweepJob, expand_sweep, run_sweep
 from digenrl.config.loading import is_multirun
 
 pytestmark = pytest.mark.processes
@@ -43,7 +43,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_expands_choices_ranges_and_globs() -> None:
-    directory, jobs = expand(["-m", "seed=0,1", "schedule=glob(colocated*)", "max_rl_steps=3"])
+    directory, jobs = expand_sweep(
+        ["-m", "seed=0,1", "schedule=glob(colocated*)", "max_rl_steps=3"]
+    )
     assert [job.varied for job in jobs] == [
         {"seed": seed, "schedule": name}
         for seed in "01"
@@ -51,7 +53,7 @@ def test_expands_choices_ranges_and_globs() -> None:
     ]
     assert all("max_rl_steps=3" in job.words for job in jobs)
     assert directory.name.endswith("-sweep")
-    assert len(expand(["-m", "seed=range(0,5)"])[1]) == 5
+    assert len(expand_sweep(["-m", "seed=range(0,5)"])[1]) == 5
 
 
 def test_flags() -> None:
@@ -62,7 +64,7 @@ def test_flags() -> None:
 def test_jobs_run_apart_and_a_failure_leaves_a_row(
     job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = sweep(["-m", "seed=1,2,3", f"hydra.sweep.dir={tmp_path}/out"], module=job)
+    code = run_sweep(["-m", "seed=1,2,3", f"hydra.sweep.dir={tmp_path}/out"], module=job)
     lines = capsys.readouterr().out.splitlines()
     assert code == 1
     assert lines[-1] == f"{tmp_path}/out"
@@ -86,7 +88,7 @@ def test_a_stopped_sweep_stops_its_job_and_keeps_its_table(
     job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     began = time.monotonic()
-    code = sweep(["-m", "seed=1,4,3", f"hydra.sweep.dir={tmp_path}/out"], module=job)
+    code = run_sweep(["-m", "seed=1,4,3", f"hydra.sweep.dir={tmp_path}/out"], module=job)
     assert code == 128 + signal.SIGTERM
     assert time.monotonic() - began < 20, "the job was not told to stop"
     rows = list(csv.DictReader((tmp_path / "out" / "sweep.csv").open()))
@@ -98,7 +100,7 @@ def test_a_stopped_sweep_stops_its_job_and_keeps_its_table(
 def test_a_sweep_of_plans_starts_real_plans(tmp_path: Path) -> None:
     """Two digits models, which have no counted sizes: each job is `digenrl plan`, and says so."""
     words = ["-m", "experiment=digits_flowgrpo", "seed=1,2", f"hydra.sweep.dir={tmp_path}/out"]
-    assert sweep(words, "plan") == 1
+    assert run_sweep(words, "plan") == 1
     causes = [row["cause"] for row in json.loads((tmp_path / "out" / "sweep.json").read_text())]
     assert len(causes) == 2
     assert all("cannot plan: model=digits has no counted sizes" in cause for cause in causes)
@@ -109,7 +111,9 @@ def test_cfg_prints_every_job_and_runs_none(
     flag: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
-        sweep(["-m", "seed=1,7", f"hydra.sweep.dir={tmp_path}/out", *flag], module="no_such_module")
+        run_sweep(
+            ["-m", "seed=1,7", f"hydra.sweep.dir={tmp_path}/out", *flag], module="no_such_module"
+        )
         == 0
     )
     parts = capsys.readouterr().out.split("# job ")[1:]
@@ -138,7 +142,7 @@ def test_rows_compare_with_the_first_job_and_share_out_the_lost_time(tmp_path: P
         jobs.append(
             SweepJob(number, (), {"seed": str(number)}, directory, "completed", summary=summary)
         )
-    table = rows(jobs)
+    table = job_rows(jobs)
     assert [row["ratio"] for row in table] == [1.0, 2.5]
     assert [(row["lost:tail"], row["lost:weights"], row["ranks"]) for row in table] == [
         (0.1, 0.2, "1+3")
@@ -146,7 +150,7 @@ def test_rows_compare_with_the_first_job_and_share_out_the_lost_time(tmp_path: P
 
 
 def test_a_refused_job_is_not_started(job: str, tmp_path: Path) -> None:
-    code = sweep(["-m", "seed=1,-1", f"hydra.sweep.dir={tmp_path}/out"], module=job)
+    code = run_sweep(["-m", "seed=1,-1", f"hydra.sweep.dir={tmp_path}/out"], module=job)
     rows = json.loads((tmp_path / "out" / "sweep.json").read_text())
     assert code == 1
     assert [row["status"] for row in rows] == ["completed", "refused"]
@@ -165,6 +169,6 @@ def test_a_refused_job_is_not_started(job: str, tmp_path: Path) -> None:
 def test_nothing_is_written_when_no_job_can_run(
     words: list[str], part: str, job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert sweep(["-m", *words, f"hydra.sweep.dir={tmp_path}/out"], module=job) == 2
+    assert run_sweep(["-m", *words, f"hydra.sweep.dir={tmp_path}/out"], module=job) == 2
     assert part in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -18,9 +18,9 @@ from rich.console import Console
 from digenrl import config
 from digenrl.cli.main import main
 from digenrl.cli.streams import guard_streams, without_controls
-from digenrl.cli.terminal import told
+from digenrl.cli.terminal import format_event
 from digenrl.record.run_dir import append_event
-from digenrl.report.build import rebuild
+from digenrl.report.build import rebuild_report
 from digenrl.report.tables import final_table
 from tests.report.synthetic import write_run
 from tests.training import ROOT, SMALL, TINY
@@ -98,10 +98,10 @@ def test_a_foreign_runs_words_reach_no_terminal(tmp_path: Path) -> None:
     append_event(run, "checkpoint_failed", {"cause": EVIL, EVIL: EVIL, "rl_step": 1})
     append_event(run, "end", {"status": "stopped", "cause": EVIL})
     stream = io.StringIO()
-    Console(file=stream, force_terminal=True, no_color=True).print(final_table(rebuild(run)))
+    Console(file=stream, force_terminal=True, no_color=True).print(final_table(rebuild_report(run)))
     assert not any(each in stream.getvalue() for each in RAW[1:])
     assert "\x1b]" not in stream.getvalue()
-    assert is_calm(told({"kind": EVIL, "cause": EVIL, EVIL: EVIL, "time": 1.0}))
+    assert is_calm(format_event({"kind": EVIL, "cause": EVIL, EVIL: EVIL, "time": 1.0}))
 
 
 def command(tmp_path: Path | bytes, tail: str, *words: str) -> subprocess.CompletedProcess[bytes]:

@@ -12,7 +12,7 @@ import pytest
 
 from digenrl import config as configuration
 from digenrl.cli import sweep_table as table
-from digenrl.cli.sweeps import expand
+from digenrl.cli.sweeps import expand_sweep
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.processes
@@ -50,7 +50,7 @@ def rows(directory: Path) -> list[dict[str, str]]:
 
 
 def test_the_ablation_varies_the_schedule_alone() -> None:
-    _, jobs = expand(["-m", "experiment=ablation_schedule"])
+    _, jobs = expand_sweep(["-m", "experiment=ablation_schedule"])
     assert [job.varied["schedule"] for job in jobs] == SCHEDULES
     configs = [configuration.load(job.words).settings for job in jobs]
     for config in configs:
@@ -63,18 +63,18 @@ def test_the_ablation_varies_the_schedule_alone() -> None:
 
 
 def test_the_allocation_sweep_varies_both_roles_and_words_replace_its_values() -> None:
-    _, jobs = expand(["-m", "experiment=sweep_allocation"])
+    _, jobs = expand_sweep(["-m", "experiment=sweep_allocation"])
     ranks = [(job.varied["allocation.trainers"], job.varied["allocation.rollouts"]) for job in jobs]
     assert len(set(ranks)) == len(ranks) == 6
     assert {trainers for trainers, _ in ranks} == {"1", "2"}
-    _, jobs = expand(
+    _, jobs = expand_sweep(
         ["-m", "experiment=sweep_allocation", "allocation.trainers=1", "allocation.rollouts=1,2"]
     )
     assert [job.varied for job in jobs] == [
         {"allocation.rollouts": "1"},
         {"allocation.rollouts": "2"},
     ]
-    _, jobs = expand(["-m", "experiment=digits_flowgrpo", "schedule.tag=true,false"])
+    _, jobs = expand_sweep(["-m", "experiment=digits_flowgrpo", "schedule.tag=true,false"])
     assert [job.varied["schedule.tag"] for job in jobs] == ["true", "false"]
 
 

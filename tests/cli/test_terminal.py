@@ -10,7 +10,7 @@ import yaml
 
 from digenrl.cli.terminal import Display
 from digenrl.record.run_dir import EVALUATED, append_event, append_jsonl
-from digenrl.report.tables import duration
+from digenrl.report.tables import format_duration
 
 
 class Clock:
@@ -62,7 +62,7 @@ def test_a_resumed_run_counts_from_its_checkpoint(tmp_path: Path) -> None:
     for rl_step in (1, 2, 3, 4, 5, 4):
         step(tmp_path, rl_step, 0.5)
     display.poll()
-    assert "step 4/40" in display.line()
+    assert "step 4/40" in display.status_line()
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_the_time_that_is_left_knows_the_evaluations(
         evaluated(tmp_path, rl_step, 140.0)
     append_jsonl(tmp_path / "metrics.jsonl", {"kind": "step", "rl_step": 22, "step_s": 10.0})
     display.poll()
-    assert f"ETA {duration(seconds)}" in display.line()
+    assert f"ETA {format_duration(seconds)}" in display.status_line()
 
 
 def test_after_the_last_step_its_evaluation_is_left(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_after_the_last_step_its_evaluation_is_left(tmp_path: Path) -> None:
     evaluated(tmp_path, 0, 60.0)
     append_jsonl(tmp_path / "metrics.jsonl", {"kind": "step", "rl_step": 2, "step_s": 1.0})
     display.poll()
-    assert f"ETA {duration(60.0)}" in display.line()
+    assert f"ETA {format_duration(60.0)}" in display.status_line()
     evaluated(tmp_path, 2, 60.0)
     display.poll()
-    assert f"ETA {duration(0.0)}" in display.line()
+    assert f"ETA {format_duration(0.0)}" in display.status_line()

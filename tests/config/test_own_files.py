@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from digenrl import config
-from digenrl.cli.sweeps import expand
+from digenrl.cli.sweeps import expand_sweep
 from digenrl.config.output_dir import prepare_run_dir
 from tests.deleting import installed
 
@@ -54,7 +54,7 @@ def test_it_is_found_relative_to_the_working_directory(
 
 
 def test_a_sweep_takes_it(own: Path) -> None:
-    _, jobs = expand(
+    _, jobs = expand_sweep(
         config.loading.without_flags(["--config-dir", str(own), "experiment=mine", "seed=1,2"])[0]
     )
     assert [config.load(job.words).settings.max_rl_steps for job in jobs] == [3, 3]

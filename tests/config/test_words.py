@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from digenrl import config
-from digenrl.cli.sweeps import expand
+from digenrl.cli.sweeps import expand_sweep
 from digenrl.config.commands import to_continue
 from digenrl.config.compose import read_word
 from digenrl.config.words import format_word, quote_path_word, shell_word
@@ -42,7 +42,7 @@ def test_runs_and_jobs_of_a_sweep_lie_in_folders_of_any_name(tmp_path: Path, fol
     for given_word in (format_word("output_root", root), f"hydra.run.dir={root}/run-0"):
         assert root in config.load(["experiment=digits_flowgrpo", given_word]).run_dir.parents
     words = ["-m", "experiment=digits_flowgrpo", "seed=1,2", format_word("output_root", root)]
-    directory, jobs = expand(words)
+    directory, jobs = expand_sweep(words)
     assert root in directory.parents
     for job in jobs:
         composed = config.load([*job.words, format_word("hydra.run.dir", job.run_dir)])

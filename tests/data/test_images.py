@@ -75,7 +75,7 @@ def test_every_unusable_image_is_named_with_its_line(tmp_path: Path) -> None:
     lines += [{"image": "fine.png", "images": ["fine.png"]}, {"imag": "fine.png"}]
     file = file_of(tmp_path, *lines)
     with pytest.raises(prompts.PromptFileError) as caught:
-        prompts.read(file, ImageLimits())
+        prompts.read_prompt_file(file, ImageLimits())
     problems = [reason for _, reason in contents.values()]
     problems += [
         "No such file",
@@ -117,7 +117,7 @@ def test_what_is_no_regular_file_is_refused_and_never_read(tmp_path: Path) -> No
     file = file_of(tmp_path, *({"image": name} for name in names))
     for limits in (None, ImageLimits()):
         with pytest.raises(prompts.PromptFileError) as caught:
-            prompts.read(file, limits)
+            prompts.read_prompt_file(file, limits)
         for line, name in enumerate(names, start=1):
             assert (
                 f"{file}:{line}: image = {name}: is no regular file; name a picture's file"
@@ -141,7 +141,7 @@ def test_identity_is_that_of_role_and_content(tmp_path: Path) -> None:
     assert [image.role for image in loaded[3].images] == ["image", "image"]
     (tmp_path / "a.png").write_bytes(picture("green"))
     with pytest.raises(ImageError, match=r"a\.png changed after the prompts were read"):
-        loaded[0].images[0].content()
+        loaded[0].images[0].read_content()
 
 
 def test_scorers_get_the_middle_of_an_image_in_the_size_of_the_samples(tmp_path: Path) -> None:

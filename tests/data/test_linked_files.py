@@ -25,13 +25,13 @@ def snapshot(tmp_path: Path) -> Path:
 
 
 def test_suffix_and_picture_folder_are_of_the_name_that_was_given(snapshot: Path) -> None:
-    assert [prompt.text for prompt in prompts.read(snapshot / "train.txt").prompts] == [
+    assert [prompt.text for prompt in prompts.read_prompt_file(snapshot / "train.txt").prompts] == [
         "one",
         "two",
     ]
-    (edit,) = prompts.read(snapshot / "edits.jsonl").prompts
+    (edit,) = prompts.read_prompt_file(snapshot / "edits.jsonl").prompts
     assert Path(edit.images[0].path).name == "first.png"
-    assert prompts.read(snapshot / "train.txt").path == snapshot / "train.txt"
+    assert prompts.read_prompt_file(snapshot / "train.txt").path == snapshot / "train.txt"
 
 
 def test_a_link_of_a_link_and_a_linked_folder_are_read_alike(
@@ -41,7 +41,7 @@ def test_a_link_of_a_link_and_a_linked_folder_are_read_alike(
     (tmp_path / "mine.jsonl").symlink_to(tmp_path / "data" / "edits.jsonl")
     (tmp_path / "first.png").symlink_to(tmp_path / "data" / "first.png")
     for name in ("data/edits.jsonl", "mine.jsonl"):
-        (edit,) = prompts.read(tmp_path / name).prompts
+        (edit,) = prompts.read_prompt_file(tmp_path / name).prompts
         assert edit.images[0].size > 0
 
 
@@ -50,4 +50,4 @@ def test_a_link_without_a_suffix_to_a_file_with_one_is_refused(
 ) -> None:
     (tmp_path / "train").symlink_to(snapshot / "train.txt")
     with pytest.raises(prompts.PromptFileError, match="unknown kind"):
-        prompts.read(tmp_path / "train")
+        prompts.read_prompt_file(tmp_path / "train")

@@ -16,7 +16,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from digenrl.extensions.bench.media_files import MediaError, media_files, read_media
 from digenrl.images import ImageError, ImageLimits, read_image
-from digenrl.images.reader import listed
+from digenrl.images.reader import list_files
 from reward_models.clip_statistics import ClipStatistics, pictures_of
 
 RAMP = np.tile(np.arange(64, dtype=np.float64) / 63, (64, 1))
@@ -33,7 +33,7 @@ def from_prompt(file: Path) -> Tensor:
     with Image.open(file) as opened:
         upright = opened.getexif().get(0x0112, 1) < 5
         size = opened.size[::-1] if upright else opened.size
-    return pil_to_tensor(image.fitted(*size)).float() / 255
+    return pil_to_tensor(image.fit_to_size(*size)).float() / 255
 
 
 def from_reference(file: Path) -> Tensor:
@@ -149,7 +149,7 @@ def test_hidden_files_are_no_pictures_and_names_are_counted_as_people_do(tmp_pat
     (tmp_path / "folder.png").mkdir()
     expected = ["1.PNG", "2.png", "10.png", "b2.png", "b10.jpg"]
     assert [path.name for path in media_files(tmp_path)] == expected
-    assert [path.name for path in listed(tmp_path, (".png", ".jpg"))] == expected
+    assert [path.name for path in list_files(tmp_path, (".png", ".jpg"))] == expected
     assert len(list(pictures_of(tmp_path, 99))) == 5
 
 

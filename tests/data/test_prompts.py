@@ -52,14 +52,14 @@ def test_a_misspelt_field_is_refused_with_its_line_and_the_nearest(tmp_path: Pat
     with pytest.raises(
         prompts.PromptFileError, match=r'p\.jsonl:2: no such field: "targt"; nearest: target'
     ):
-        prompts.read(tmp_path / "p.jsonl")
+        prompts.read_prompt_file(tmp_path / "p.jsonl")
 
 
 def test_byte_order_mark_carriage_returns_and_duplicates(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo\r\none\r\nthree")
     loaded = load_prompts(tmp_path / "p.txt")
     assert [prompt.text for prompt in loaded] == ["one", "two", "three"]
-    assert prompts.read(tmp_path / "p.txt").duplicates == ((4, 1),)
+    assert prompts.read_prompt_file(tmp_path / "p.txt").duplicates == ((4, 1),)
 
 
 def test_other_line_separators_stay_inside_a_prompt(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_other_line_separators_stay_inside_a_prompt(tmp_path: Path) -> None:
 def test_the_first_twenty_problems_are_named(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text("{}\n" * 30)
     with pytest.raises(prompts.PromptFileError, match=r"p\.jsonl:20: .*and 10 more lines"):
-        prompts.read(tmp_path / "p.jsonl")
+        prompts.read_prompt_file(tmp_path / "p.jsonl")
 
 
 def test_a_line_that_does_not_end_is_not_read_whole(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_line_that_does_not_end_is_not_read_whole(tmp_path: Path) -> None:
     with pytest.raises(
         prompts.PromptFileError, match=r"p\.txt:2: the line has more than 1048576 bytes; .*a prompt"
     ):
-        prompts.read(path)
+        prompts.read_prompt_file(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 16 << 20
@@ -92,7 +92,7 @@ def test_a_prompt_file_that_became_a_pipe_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "p.txt"
     os.mkfifo(path)
     with pytest.raises(prompts.PromptFileError, match="not a regular file"):
-        prompts.read(path)
+        prompts.read_prompt_file(path)
 
 
 def test_own_sets_are_found_from_anywhere_but_a_local_file_comes_first(
@@ -118,7 +118,7 @@ def test_set_sizes_and_held_out_splits() -> None:
         suffix = "jsonl" if name == "signs" else "txt"
         kept, held = load_prompts(f"{name}.{suffix}"), load_prompts(f"{name}_heldout.{suffix}")
         assert (len(kept), len(held)) == (train, heldout)
-        assert not prompts.read(f"{name}.{suffix}").duplicates
+        assert not prompts.read_prompt_file(f"{name}.{suffix}").duplicates
         assert {prompt.uid for prompt in kept}.isdisjoint(prompt.uid for prompt in held)
     signs = [*load_prompts("signs.jsonl"), *load_prompts("signs_heldout.jsonl")]
     assert all(prompt.target and f'"{prompt.target}"' in prompt.text for prompt in signs)
@@ -175,10 +175,10 @@ def test_k_repeat_sampling_over_ranks_survives_prefetch() -> None:
     """Check 20: each selected prompt exactly k = G times over all ranks, in disjoint shards, a
     function of (seed, epoch) alone. A sampler with a cursor (a DataLoader whose workers run ahead,
     trap T19) fails."""
-    check_k_repeat(PromptSampler(make(12), 4, seed=3).batch)
+    check_k_repeat(PromptSampler(make(12), 4, seed=3).prompts_at)
     cursor = itertools.count()
     with pytest.raises(AssertionError):
-        check_k_repeat(lambda step: PromptSampler(make(12), 4, seed=3).batch(next(cursor) % 3))
+        check_k_repeat(lambda step: PromptSampler(make(12), 4, seed=3).prompts_at(next(cursor) % 3))
 
 
 @settings(max_examples=60, deadline=None)
@@ -189,7 +189,7 @@ def test_each_epoch_holds_every_prompt_once_and_batches_are_distinct(
     size = min(size, total)
     sampler = PromptSampler(make(total), size, seed)
     steps = 3 * total // size + 2
-    batches = [sampler.batch(step) for step in range(steps)]
+    batches = [sampler.prompts_at(step) for step in range(steps)]
     assert all(len({prompt.uid for prompt in batch}) == size for batch in batches)
     stream = [prompt.uid for batch in batches for prompt in batch]
     for epoch in range(len(stream) // total):
@@ -201,17 +201,17 @@ def test_each_epoch_holds_every_prompt_once_and_batches_are_distinct(
 def test_a_batch_depends_on_seed_and_step_alone(steps: list[int]) -> None:
     """Not on what was asked before: that is what makes a resumed run exact."""
     sampler = PromptSampler(make(11), 4, seed=3)
-    assert [sampler.batch(step) for step in steps] == [
-        PromptSampler(make(11), 4, seed=3).batch(step) for step in steps
+    assert [sampler.prompts_at(step) for step in steps] == [
+        PromptSampler(make(11), 4, seed=3).prompts_at(step) for step in steps
     ]
 
 
 def test_line_order_changes_nothing_and_seeds_and_epochs_differ() -> None:
     prompts_ = make(20)
     forward, backward = PromptSampler(prompts_, 20, 0), PromptSampler(prompts_[::-1], 20, 0)
-    assert forward.batch(0) == backward.batch(0)
-    assert forward.batch(0) != forward.batch(1)
-    assert forward.batch(0) != PromptSampler(prompts_, 20, 1).batch(0)
+    assert forward.prompts_at(0) == backward.prompts_at(0)
+    assert forward.prompts_at(0) != forward.prompts_at(1)
+    assert forward.prompts_at(0) != PromptSampler(prompts_, 20, 1).prompts_at(0)
 
 
 def test_too_few_prompts() -> None:
@@ -232,12 +232,12 @@ def test_files_share_out_each_batch_by_their_weights(
     """Whoever asks, in whatever order, every file's own prompts come round once before one comes
     again."""
     made = make(sum(count for count, _ in shares))
-    asked = [PromptSampler(made, size, 3, shares).batch(step) for step in (50, 0)]
+    asked = [PromptSampler(made, size, 3, shares).prompts_at(step) for step in (50, 0)]
     sampler, ends = (
         PromptSampler(made, size, 3, shares),
         list(itertools.accumulate(count for count, _ in shares)),
     )
-    batches = [sampler.batch(step) for step in range(51)]
+    batches = [sampler.prompts_at(step) for step in range(51)]
     assert asked == [batches[50], batches[0]]
     assert all(len({prompt.uid for prompt in batch}) == size for batch in batches)
     place = {prompt.uid: bisect.bisect_right(ends, index) for index, prompt in enumerate(made)}
@@ -261,7 +261,7 @@ def test_files_share_out_each_batch_by_their_weights(
 
 
 def test_one_file_gives_the_prompts_that_it_gave_before_there_were_weights() -> None:
-    batches = [PromptSampler(make(11), 4, seed=3).batch(step) for step in (0, 1, 2, 7)]
+    batches = [PromptSampler(make(11), 4, seed=3).prompts_at(step) for step in (0, 1, 2, 7)]
     texts = [prompt.text.removeprefix("prompt ") for batch in batches for prompt in batch]
     assert " ".join(texts) == "7 1 10 0 9 8 5 2 6 4 3 8 5 6 4 7"
 
@@ -284,7 +284,7 @@ def test_several_files_of_a_run(tmp_path: Path) -> None:
         == [prompt.text for prompt in data.prompts[30:]]
     )
     for step in range(9):
-        drawn = Counter(prompt.text[0] for prompt in data.sampler.batch(step))
+        drawn = Counter(prompt.text[0] for prompt in data.sampler.prompts_at(step))
         assert (drawn["a"], drawn["b"], drawn["c"]) == (6, 1, 1)
     even = settings_.model_copy(update={"prompts": [{**entry, "weight": 2} for entry in files]})
     with pytest.raises(
@@ -297,9 +297,9 @@ def test_datamodule() -> None:
     own = {"prompts": "digits.jsonl", "heldout": None, "prompts_per_batch": 4, "oversample": 2}
     settings_ = configuration.load([]).settings.data.model_copy(update=own)
     data = PromptData(settings_, seed=0)
-    assert len(data.sampler.batch(0)) == 6
+    assert len(data.sampler.prompts_at(0)) == 6
     assert data.heldout is data.prompts
-    assert all(prompt in data.prompts for prompt in data.sampler.batch(0))
+    assert all(prompt in data.prompts for prompt in data.sampler.prompts_at(0))
     other = settings_.model_copy(update={"heldout": "videos_heldout.txt"})
     assert len(PromptData(other, seed=0).heldout) == 50
 
@@ -312,24 +312,24 @@ UNSEEN = ["\u00a0", "\u200b", "\ufeff", "\u3000 \t", "\u2060\u200d", "\u2028", "
 def test_lines_that_show_nothing_are_no_prompts(tmp_path: Path, unseen: str, ends: str) -> None:
     lines = ["one", unseen, "two", f" {unseen} ", "\ufeffthree"]
     (tmp_path / "a.txt").write_bytes(ends.join(lines).encode())
-    file = prompts.read(tmp_path / "a.txt")
+    file = prompts.read_prompt_file(tmp_path / "a.txt")
     assert [prompt.text for prompt in file.prompts] == ["one", "two", "three"]
     assert file.lines == (1, 3, 5)
     content = ['{"prompt": "one"}', unseen, '\ufeff{"prompt": "two"}']
     (tmp_path / "a.jsonl").write_bytes(ends.join(content).encode())
-    assert prompts.read(tmp_path / "a.jsonl").lines == (1, 3)
+    assert prompts.read_prompt_file(tmp_path / "a.jsonl").lines == (1, 3)
     (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": unseen}))
     with pytest.raises(prompts.PromptFileError, match="prompt is empty"):
-        prompts.read(tmp_path / "b.jsonl")
+        prompts.read_prompt_file(tmp_path / "b.jsonl")
 
 
 @pytest.mark.parametrize("ends", ["\n", "\r\n", "\r"])
 def test_a_fault_has_the_number_of_its_line_whatever_ends_lines(tmp_path: Path, ends: str) -> None:
     (tmp_path / "a.txt").write_bytes(ends.encode().join([b"one", b"two", b"\xff", b"four"]))
     with pytest.raises(prompts.PromptFileError, match=r"a\.txt:3: byte 1 is not UTF-8"):
-        prompts.read(tmp_path / "a.txt")
+        prompts.read_prompt_file(tmp_path / "a.txt")
 
 
 def test_a_long_file_without_line_feeds_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\r".join(b"prompt %06d" % n for n in range(100_000)))
-    assert len(prompts.read(tmp_path / "a.txt").prompts) == 100_000
+    assert len(prompts.read_prompt_file(tmp_path / "a.txt").prompts) == 100_000

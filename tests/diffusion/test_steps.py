@@ -75,15 +75,15 @@ def test_progressive_window_holds_moves_wraps_or_stays() -> None:
     """MixGRPO: 25 RL steps per window, the start moves by `prog_overlap_step=1` = size -
     overlap."""
     published = Window(4, order="progressive", hold=25, overlap=3)
-    assert [published.start(0, step, 25) for step in range(300)] == [
+    assert [published.window_start(0, step, 25) for step in range(300)] == [
         step // 25 for step in range(300)
     ]
     window = Window(4, order="progressive", hold=25, overlap=1)
-    starts = [window.start(0, step, 25) for step in range(0, 25 * 9, 25)]
+    starts = [window.window_start(0, step, 25) for step in range(0, 25 * 9, 25)]
     assert starts == [0, 3, 6, 9, 12, 15, 18, 20, 0]
-    assert {window.start(0, step, 25) for step in range(25)} == {0}
+    assert {window.window_start(0, step, 25) for step in range(25)} == {0}
     stays = Window(4, order="progressive", hold=25, overlap=1, wrap=False)
-    assert stays.start(0, 10_000, 25) == 20
+    assert stays.window_start(0, 10_000, 25) == 20
 
 
 def test_where_nothing_is_said_six_of_ten_steps_are_drawn_from_all_for_all_prompts() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from digenrl import parts
 from digenrl.config import load
-from digenrl.extensions.zoo.since import require
+from digenrl.extensions.zoo.since import require_diffusers
 from digenrl.models import pretrained
 from digenrl.models import tiny as tiny_builds
 from digenrl.models.latents import pack_latents, unpack_latents
@@ -50,12 +50,12 @@ def test_weights_that_are_not_here_name_file_licence_and_command():
 
 
 def test_a_family_of_a_newer_diffusers_says_which_release_to_install() -> None:
-    require("0.1", "FluxTransformer2DModel")
+    require_diffusers("0.1", "FluxTransformer2DModel")
     with pytest.raises(ImportError, match=r"has no NoModel: .* 9\.9 or newer; run `pip install -U"):
-        require("9.9", "FluxTransformer2DModel", "NoModel")
-    require("0.1", FluxTransformer2DModel="in_channels")
+        require_diffusers("9.9", "FluxTransformer2DModel", "NoModel")
+    require_diffusers("0.1", FluxTransformer2DModel="in_channels")
     with pytest.raises(ImportError, match=r"has no FluxTransformer2DModel\(sound=...\): "):
-        require("9.9", FluxTransformer2DModel="sound")
+        require_diffusers("9.9", FluxTransformer2DModel="sound")
 
 
 def test_a_family_without_a_tiny_build_is_refused_before_any_rank_starts():

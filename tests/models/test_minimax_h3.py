@@ -38,7 +38,7 @@ def test_methods_that_noise_clean_samples_refuse_it() -> None:
     noise = torch.zeros(1, 1, *policy.latent_shape)
     cells = NoisedCells(noise, noise, torch.tensor([0.5]), {})
     with pytest.raises(ValueError, match=r"minimax_h3: .*noise levels of its own.*flow_grpo"):
-        cells.velocity(policy)
+        cells.predict_velocity(policy)
 
 
 def test_a_solver_that_would_count_the_sound_on_the_videos_levels_is_refused() -> None:

@@ -271,7 +271,7 @@ def test_decode_equals_the_diffusers_pipeline(family):
     pipeline.set_progress_bar_config(disable=True)
     more = row.latents(latents) | dict(row.decodes)
     more |= {"num_frames": policy.codec.frames} if family in VIDEO else {}
-    more |= {"image": IMAGES[0].fitted(32, 32)} if policy.codec.reads else {}
+    more |= {"image": IMAGES[0].fit_to_size(32, 32)} if policy.codec.reads else {}
     for vae in (policy.codec._vae, pipeline.vae):
         if isinstance(getattr(vae, "latents_mean", None), torch.Tensor):
             vae.latents_mean.fill_(0.3)

@@ -129,7 +129,7 @@ def diffusers_latents(
     if policy.embedded_guidance:
         call["true_cfg_scale"] = true_cfg
     if policy.codec_class.reads:
-        call["image"] = IMAGES[0].fitted(row.size["height"], row.size["width"])
+        call["image"] = IMAGES[0].fit_to_size(row.size["height"], row.size["width"])
     with ExitStack() as patches:
         for name, value in row.patches.items():
             patches.enter_context(mock.patch(name, value))

@@ -16,7 +16,7 @@ import pytest
 from digenrl.record.line_file import LineFile
 from digenrl.record.run_dir import append_event, append_jsonl, limit_events, tell_unwritten
 from digenrl.record.span_log import SpanLog
-from digenrl.report.build import rebuild
+from digenrl.report.build import rebuild_report
 from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
 
@@ -156,7 +156,7 @@ def test_a_hundred_thousand_steps_stay_bounded_and_are_read_in_pieces(tmp_path: 
     ), sizes
     tracemalloc.start()
     began = time.monotonic()
-    summary = rebuild(tmp_path)
+    summary = rebuild_report(tmp_path)
     seconds, peak = time.monotonic() - began, tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     print(

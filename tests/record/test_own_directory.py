@@ -149,7 +149,7 @@ def test_what_is_no_file_of_its_own_is_refused(
     make(place, tmp_path / "outside")
     with pytest.raises(ForeignEntry, match=r"metrics\.jsonl"):
         require_own(run)
-    assert JsonlTail(place).read() == []
+    assert JsonlTail(place).read_new_rows() == []
 
 
 @pytest.mark.parametrize(

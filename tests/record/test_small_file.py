@@ -43,8 +43,8 @@ READERS: dict[str, Callable[[Path], Any]] = {
     MANIFEST: lambda path: verify_checkpoint(path.parent),
     RESUMED: lambda path: ties_of(path.parent),
     "access.json": lambda path: read_access(path.parent),
-    "config.yaml": lambda path: html._text(path),
-    "metrics.jsonl": lambda path: JsonlTail(path).read(),
+    "config.yaml": lambda path: html._read_or_none(path),
+    "metrics.jsonl": lambda path: JsonlTail(path).read_new_rows(),
     SETTINGS: lambda path: _same_settings(path.parent, {}),
 }
 
@@ -78,7 +78,7 @@ def test_no_reader_waits_or_fills_the_memory(
 def test_a_report_of_a_huge_configuration_is_made_without_it(tmp_path: Path) -> None:
     as_huge(tmp_path / "config.yaml")
     assert any("config.yaml cannot be read" in line for line in read_run(tmp_path).warnings)
-    assert html._text(tmp_path / "config.yaml") is None
+    assert html._read_or_none(tmp_path / "config.yaml") is None
 
 
 def test_a_small_file_is_read_whole(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.report.build import rebuild
+from digenrl.report.build import rebuild_report
 from tests.report.synthetic import write_run
 
 
@@ -21,7 +21,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with everything built from it (some seconds), not to be changed by a test."""
     path = write_run(tmp_path_factory.mktemp("built") / "digits_flowgrpo" / "run-0", steps=16)
-    rebuild(path)
+    rebuild_report(path)
     return path
 
 

@@ -22,13 +22,13 @@ def test_a_line_after_a_torn_one_begins_on_its_own(tmp_path: Path) -> None:
     path.write_text('{"rl_step": 1}\n{"rl_step": 2, "rew')
     append_jsonl(path, {"rl_step": 3})
     tail = JsonlTail(path)
-    assert tail.read() == [{"rl_step": 1}, {"rl_step": 3}]
+    assert tail.read_new_rows() == [{"rl_step": 1}, {"rl_step": 3}]
 
 
 def test_tail_returns_each_line_once_and_only_when_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tail = JsonlTail(path)
-    assert tail.read() == []
+    assert tail.read_new_rows() == []
     with path.open("ab") as file:
         for piece, expected in [
             (b'{"a": 1}\n{"a"', [{"a": 1}]),
@@ -38,7 +38,7 @@ def test_tail_returns_each_line_once_and_only_when_whole(tmp_path: Path) -> None
         ]:
             file.write(piece)
             file.flush()
-            assert tail.read() == expected
+            assert tail.read_new_rows() == expected
 
 
 @given(st.lists(st.integers(1, 40), max_size=6))
@@ -53,7 +53,7 @@ def test_tail_does_not_depend_on_where_the_file_is_cut(cuts: list[int]) -> None:
             with path.open("ab") as file:
                 file.write(data[at:cut])
             at = max(at, cut)
-            rows += tail.read()
+            rows += tail.read_new_rows()
     assert rows == [{"n": 1}, {"text": "→"}, {"n": 3}]
 
 
@@ -73,7 +73,7 @@ def test_several_processes_may_share_a_file(tmp_path: Path) -> None:
     for process in writers:
         process.join()
     tail = JsonlTail(path)
-    rows = tail.read()
+    rows = tail.read_new_rows()
     assert {(row["writer"], row["index"]) for row in rows} == {
         (w, i) for w in range(3) for i in range(200)
     }
@@ -107,8 +107,8 @@ def test_a_resumed_run_repeats_its_steps_and_the_later_ones_count(tmp_path: Path
     )  # evaluation may come first
     append_jsonl(path / "metrics.jsonl", {"kind": "step", "rl_step": 4, "reward": 0.2})
     run = read_run(path)
-    assert run.column("reward") == ([1, 2, 3, 4], [0.1, 0.1, 0.1, 0.2])
-    assert run.column("heldout", "eval") == ([1, 2, 3, 4], [0.1, 0.1, 0.1, 0.2])
+    assert run.column_of("reward") == ([1, 2, 3, 4], [0.1, 0.1, 0.1, 0.2])
+    assert run.column_of("heldout", "eval") == ([1, 2, 3, 4], [0.1, 0.1, 0.1, 0.2])
 
 
 def test_spans_of_a_resumed_attempt_follow_the_first(tmp_path: Path) -> None:
@@ -183,12 +183,12 @@ def test_tail_leaves_a_line_out_that_is_too_long(tmp_path: Path, pieces: tuple[b
     path = tmp_path / "metrics.jsonl"
     tail = JsonlTail(path)
     path.write_bytes(b'{"n": 1}\n')
-    rows = tail.read()
+    rows = tail.read_new_rows()
     for piece in pieces:
         with path.open("ab") as file:
             file.write(piece)
-        rows += tail.read()
+        rows += tail.read_new_rows()
     with path.open("ab") as file:
         file.write(b'{"n": 2}\n\n"text"\n{"n": 3}\n{"n')
-    assert rows + tail.read() == [{"n": 1}, {"n": 3}]
+    assert rows + tail.read_new_rows() == [{"n": 1}, {"n": 3}]
     assert len(tail._rest) < 10

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from digenrl.report.page.html import render
+from digenrl.report.page.html import render_page
 from digenrl.report.read_run import Run, read_run
 from digenrl.report.stages import unit_seconds
 from digenrl.report.summary import build_summary
-from digenrl.report.tables import facts
+from digenrl.report.tables import key_figures
 from tests.report.synthetic import write_lines, write_run
 
 EXPECTED = {
@@ -45,7 +45,7 @@ def test_the_summary_sets_seconds_per_unit_beside_the_plan(tmp_path: Path) -> No
     assert stages["train"] == {"planned_s": 0.002, "measured_s": pytest.approx(train / 5 / 480)}
     assert stages["generate"]["measured_s"] == pytest.approx(sum(made) / len(made) / 8)
     assert stages["encode"] == {"planned_s": 0.1, "measured_s": None}
-    told = dict(facts(build_summary(run)))["furthest from plan"]
+    told = dict(key_figures(build_summary(run)))["furthest from plan"]
     ratios = [stages[s]["measured_s"] / stages[s]["planned_s"] for s in ("train", "generate")]
     assert told.endswith(f"{max(ratios, key=lambda r: max(r, 1 / r)):.2f} x")
 
@@ -67,10 +67,10 @@ def test_the_peak_stands_beside_the_plan(tmp_path: Path) -> None:
         "peak_gib": 58.5,
         "ranks": {"0": peaks["0"], "1": peaks["1"]},
     }
-    table = dict(facts(summary))
+    table = dict(key_figures(summary))
     assert table["memory, trainer"] == "planned 62.0 GiB, peak 58.5"
     assert table["memory, rollout"] == "planned 40.5 GiB, peak 31.0"
-    page = render(run, summary, {})
+    page = render_page(run, summary, {})
     assert "<td>3, rollout</td><td>40.5</td><td>31.0</td>" in " ".join(page.split())
     assert "measured / planned" in page
 
@@ -79,8 +79,8 @@ def test_on_processors_the_peak_is_null_and_not_zero(tmp_path: Path) -> None:
     run = planned_run(tmp_path / "run", peak_gib=None)
     summary = build_summary(run)
     assert summary["memory"]["trainer"]["peak_gib"] is None
-    assert not [name for name, _ in facts(summary) if name.startswith("memory")]
-    assert "GiB of each GPU" not in render(run, summary, {})
+    assert not [name for name, _ in key_figures(summary) if name.startswith("memory")]
+    assert "GiB of each GPU" not in render_page(run, summary, {})
 
 
 def test_a_run_without_a_plan_compares_nothing(finished: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from digenrl.record.run_dir import append_event, append_jsonl
 from digenrl.report import tables
-from digenrl.report.alarms import alarms
+from digenrl.report.alarms import find_alarms
 from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
 from tests.report.synthetic import EPOCH, GROUPS, write_lines, write_run
@@ -110,7 +110,7 @@ def test_ranks_that_were_lost_while_the_run_went_on_are_told(tmp_path: Path) -> 
         append_event(tmp_path, kind, facts)
     summary = build_summary(read_run(tmp_path))
     assert (summary["attempts"], summary["restarts"], summary["lost"]) == (1, 1, ["rank 2 died"])
-    assert "The run went on without a rank: rank 2 died." in alarms(summary)
+    assert "The run went on without a rank: rank 2 died." in find_alarms(summary)
 
 
 def test_a_run_that_died_at_once_has_a_summary_of_nulls(tmp_path: Path) -> None:
@@ -126,14 +126,17 @@ def test_graphs_that_were_compiled_after_the_first_step_are_told(tmp_path: Path)
     """A resumed run compiles its own at once."""
     run = write_run(tmp_path / "run", steps=5, samples=False)
     assert build_summary(read_run(run))["recompiled"] is None
-    assert "graphs compiled after step 1" not in dict(tables.facts(build_summary(read_run(run))))
+    assert "graphs compiled after step 1" not in dict(
+        tables.key_figures(build_summary(read_run(run)))
+    )
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["kind"] == "step"]
     for graphs, told in (((4, 4, 4, 4, 4), "0"), ((4, 4, 6, 3, 4), "3")):
         made = zip(steps, graphs, strict=True)
         write_lines(run / "metrics.jsonl", [row | {"graphs": count} for row, count in made])
         assert (
-            dict(tables.facts(build_summary(read_run(run))))["graphs compiled after step 1"] == told
+            dict(tables.key_figures(build_summary(read_run(run))))["graphs compiled after step 1"]
+            == told
         )
 
 
@@ -146,14 +149,14 @@ def test_dropped_samples_are_counted_by_reason(tmp_path: Path) -> None:
 def test_alarms_are_silent_for_a_good_run_and_name_reward_hacking(
     tmp_path: Path, finished: Path
 ) -> None:
-    assert alarms(build_summary(read_run(finished))) == []
+    assert find_alarms(build_summary(read_run(finished))) == []
     path = write_run(tmp_path / "run", steps=8)
     append_jsonl(
         path / "metrics.jsonl",
         {"kind": "eval", "rl_step": 8, "heldout": 0.4, "diversity_ratio": 0.5},
     )
     append_jsonl(path / "metrics.jsonl", {"kind": "step", "rl_step": 9, "staleness_max": 1})
-    told = " ".join(alarms(build_summary(read_run(path))))
+    told = " ".join(find_alarms(build_summary(read_run(path))))
     assert "1 versions old were trained on; schedule.async_steps allows 0" in told
     assert "gamed" in told
     assert "mode collapse" in told
@@ -163,8 +166,8 @@ def test_clipped_cells_of_a_first_update_are_an_alarm(finished: Path) -> None:
     """The weights were those of the rollout, so that only rounding can have moved a ratio."""
     run = read_run(finished)
     run.steps[3]["clip_fraction/first"] = 0.0
-    assert alarms(build_summary(run)) == []
+    assert find_alarms(build_summary(run)) == []
     run.steps[5]["clip_fraction/first"] = 0.031
-    (told,) = alarms(build_summary(run))
+    (told,) = find_alarms(build_summary(run))
     assert told.startswith("Up to 3.1% of a first update's cells were clipped")
     assert "schedule.tsp.batch=1" in told

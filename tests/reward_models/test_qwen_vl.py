@@ -127,7 +127,7 @@ def test_edit_reward_is_asked_twice_about_sources_and_result() -> None:
     scorer = EditReward(**FIXED)
     edit = EDITS[0]
     result = MEDIA[:1, :, :, :40].contiguous()
-    source = edit.images[0].fitted(40, 40).resize((56, 56), Image.Resampling.BICUBIC)
+    source = edit.images[0].fit_to_size(40, 40).resize((56, 56), Image.Resampling.BICUBIC)
     token = scorer.processor.tokenizer.convert_tokens_to_ids("<|Reward|>")
     means = []
     for number, text in enumerate(scorer.texts):

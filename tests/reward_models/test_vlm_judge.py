@@ -101,7 +101,7 @@ def test_the_judge_of_an_edit_sees_the_source_before_the_result(endpoint):
                 for url in urls
             ]
         )
-    sources = [np.asarray(edit.images[0].fitted(64, 64)) for edit in edits]
+    sources = [np.asarray(edit.images[0].fit_to_size(64, 64)) for edit in edits]
     assert all(len(pictures) == 2 and not pictures[1].any() for pictures in shown)
     assert {pictures[0].tobytes() for pictures in shown} == {source.tobytes() for source in sources}
     with pytest.raises(ValueError, match="has no image"):

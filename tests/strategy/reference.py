@@ -92,7 +92,7 @@ class Reference:
     def _generate(self, step: int, group: int, version: int) -> tuple[list[CellBlock], Tensor]:
         """Every block of a group, K trained steps each, and its rewards [G]."""
         config = self.config
-        prompt: Prompt = self.sampler.batch(step)[group]
+        prompt: Prompt = self.sampler.prompts_at(step)[group]
         condition = self.policy.codec.encode([prompt])
         plan = AllButLast().plan_steps(config.seed, step, self.steps)
         dtype = getattr(torch, config.sampling.storage_dtype)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.report.build import finish
+from digenrl.report.build import finish_report
 from digenrl.report.read_run import read_run
 from tests.strategy.processes import FP64, completed, configured, relative, run_cluster
 from tests.strategy.test_equality import LIGHT, reference_of
@@ -60,7 +60,7 @@ def test_every_schedule_trains_the_same_groups_with_the_same_gradient(
     for mine, theirs in zip(found.gradients, wanted.gradients, strict=True):
         assert relative(mine, theirs) <= 1e-12
     assert relative(found.weights, wanted.weights) <= 1e-12
-    groups = finish(tmp_path, "completed", None)["groups"]
+    groups = finish_report(tmp_path, "completed", None)["groups"]
     data = config.data
     assert sum(groups.values()) == config.max_rl_steps * (data.prompts_per_batch + data.oversample)
     assert groups["trained"] == len({key[:2] for key in found.trained_by})

@@ -51,7 +51,7 @@ class CommonArguments(TypedDict):
 
 
 class PolicyModule(pl.LightningModule):
-    """Base class of the algorithms. A subclass defines `cell_losses`, and `useful` if it knows
+    """Base class of the algorithms. A subclass defines `cell_losses`, and `useful_samples` if it knows
     more."""
 
     needs_final: ClassVar[bool] = False
@@ -160,7 +160,7 @@ class PolicyModule(pl.LightningModule):
         self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]
     ) -> Tensor:
         """Return [P] bool: groups whose samples do not all score alike, every group unless
-        `rewarded`; arguments as of `useful`."""
+        `rewarded`; arguments as of `useful_samples`."""
         return self.advantage.teaching_groups(rewards, weights) | (not self.rewarded)
 
     # ---- one micro-batch

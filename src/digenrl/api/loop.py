@@ -112,7 +112,7 @@ class Loop:
         """The tasks of this RL step, scored, group by group; as many groups as `data.oversample`
         asks for."""
         board, made = self._empty_board(), []
-        prompts = self.data.sampler.batch(self.step)
+        prompts = self.data.sampler.prompts_at(self.step)
         with self.module.rollout_weights():
             for group, prompt in enumerate(prompts):
                 for task in group_tasks(self._spec, self.step, group):

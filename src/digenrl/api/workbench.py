@@ -35,7 +35,7 @@ from digenrl.report.pictures import Samples, read_samples, sample_files
 from digenrl.report.read_run import Run, read_run
 from digenrl.report.summary import build_summary
 from digenrl.report.summary_record import Summary
-from digenrl.report.tables import facts
+from digenrl.report.tables import key_figures
 from digenrl.reward_command import reward_config, reward_suite
 
 if TYPE_CHECKING:
@@ -54,7 +54,11 @@ class LoadedRun:
         return f"LoadedRun({str(self.path)!r}, {len(self.run.steps)} RL steps)"
 
     def _repr_html_(self) -> str:
-        rows = [("run", str(self.path)), ("status", self.summary["status"]), *facts(self.summary)]
+        rows = [
+            ("run", str(self.path)),
+            ("status", self.summary["status"]),
+            *key_figures(self.summary),
+        ]
         cells = (f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows)
         return f"<table>{''.join(cells)}</table>"
 

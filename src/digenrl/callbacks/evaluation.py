@@ -22,7 +22,7 @@ from torch import Tensor
 
 from digenrl.callbacks.picture_alarms import Looks, destroyed_warning, looks_of, of_pictures
 from digenrl.data import load_prompts
-from digenrl.images import sources as image_sources
+from digenrl.images import edited_images as image_sources
 from digenrl.record.run_dir import (
     EVALUATED,
     METRICS,
@@ -34,7 +34,7 @@ from digenrl.record.run_dir import (
     own_folder,
     unix_time,
 )
-from digenrl.report.page.logged import logged
+from digenrl.report.page.logged import picture_logger
 from digenrl.report.read_run import JsonlTail
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.rollout.evaluation import FixedSamples, Pictures, join_pictures
@@ -135,7 +135,7 @@ def fitted_sources(pictures: Pictures) -> list[NDArray[np.uint8]] | None:
     for uid, prompt in dict(zip(uids, pictures.prompts, strict=True)).items():
         if not (images := image_sources(prompt.images)):
             return None
-        fitted[uid] = np.moveaxis(np.asarray(images[0].fitted(height, width)), -1, 0)
+        fitted[uid] = np.moveaxis(np.asarray(images[0].fit_to_size(height, width)), -1, 0)
     return [fitted[uid] for uid in uids]
 
 
@@ -341,7 +341,7 @@ class Evaluation(pl.Callback):
         texts = [prompt.text for prompt in pictures.prompts]
         scores = {name: values.numpy() for name, values in pictures.rewards.items()}
         counts, sources = (self.shown_prompts, self.shown_samples), fitted_sources(pictures)
-        return logged(pictures.media.numpy(), texts, scores, weights, *counts, sources)
+        return picture_logger(pictures.media.numpy(), texts, scores, weights, *counts, sources)
 
     def _raise_alarms(
         self, run_dir: Path, rl_step: int, pictures: Pictures, weights: Mapping[str, float]
@@ -413,7 +413,7 @@ def _lacks_evaluation(trainer: pl.Trainer, rl_step: int) -> bool:
     path = Path(trainer.default_root_dir) / METRICS
     if not trainer.is_global_zero or not path.exists():
         return trainer.is_global_zero
-    rows = JsonlTail(path).read()
+    rows = JsonlTail(path).read_new_rows()
     return not any(row.get("kind") == "eval" and row.get("rl_step") == rl_step for row in rows)
 
 

@@ -27,6 +27,6 @@ OWN: dict[str, Command] = {
 }
 
 
-def commands() -> dict[str, Command]:
+def all_commands() -> dict[str, Command]:
     """Return every command by name: those of this package, then those of each extension."""
     return OWN | offered_commands()

@@ -48,7 +48,7 @@ class EvaluateKeys(Arguments):
     """Prompt file. null: the run's held-out prompts."""
 
 
-def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]:
+def evaluate_run(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]:
     """Sample, score and write. Return the content of eval.json.
 
     Args:
@@ -119,12 +119,12 @@ def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]
     engine.close()
     result |= {name: evaluation.measure_pictures(engine, shown) for name, shown in pictures.items()}
     after = pictures.get("last", pictures["base"])
-    draw(composed.run_dir / PICTURE, pictures["base"], after, rl_step)
+    save_before_after(composed.run_dir / PICTURE, pictures["base"], after, rl_step)
     write_json(composed.run_dir / RESULT, result)
     return result
 
 
-def draw(path: Path, before: Any, after: Any, rl_step: int) -> None:
+def save_before_after(path: Path, before: Any, after: Any, rl_step: int) -> None:
     """Draw the before/after grid of two `digenrl.callbacks.evaluation.Pictures`."""
     from digenrl.report.page.comparison import save_comparison
     from digenrl.report.pictures import Samples
@@ -136,7 +136,7 @@ def draw(path: Path, before: Any, after: Any, rl_step: int) -> None:
     save_comparison(path, *grids)
 
 
-def table(result: dict[str, Any]) -> str:
+def result_table(result: dict[str, Any]) -> str:
     """Return the numbers of `result`, one row per metric."""
     columns = [name for name in ("base", "last") if name in result]
     rows = [f"{'':<24}" + "".join(f"{name:>12}" for name in columns)]
@@ -153,9 +153,11 @@ def main(arguments: Sequence[str]) -> int:
     2 stands for arguments, a run or a configuration that do not fit.
     """
 
-    def work(request: EvaluateKeys, words: list[str]) -> None:
-        result = evaluate(request, words)
-        print(table(result), file=sys.stderr)
+    def run_request(request: EvaluateKeys, words: list[str]) -> None:
+        result = evaluate_run(request, words)
+        print(result_table(result), file=sys.stderr)
         print(Path(result["run"]) / RESULT)
 
-    return own_command(EvaluateKeys, __doc__, arguments, work, others=True, failures=NoCheckpoint)
+    return own_command(
+        EvaluateKeys, __doc__, arguments, run_request, others=True, failures=NoCheckpoint
+    )

@@ -28,7 +28,7 @@ class ExtensionMissing(ValueError):
 def offered_commands() -> dict[str, Command]:
     """Return the `COMMANDS` of each extension that is installed and has some, by name."""
     found: dict[str, Command] = {}
-    if _exists(_FOLDER):
+    if _folder_exists(_FOLDER):
         for each in pkgutil.iter_modules(importlib.import_module(_FOLDER).__path__, f"{_FOLDER}."):
             found |= getattr(importlib.import_module(each.name), "COMMANDS", {})
     return found
@@ -36,7 +36,7 @@ def offered_commands() -> dict[str, Command]:
 
 def choose_advisor() -> Advisor:
     """Return the planner's advisor where the planner is installed, else the plain one."""
-    if not _exists(_PLANNER):
+    if not _folder_exists(_PLANNER):
         return PlainAdvisor()
     advisor: Advisor = importlib.import_module(f"{_PLANNER}.advice").PlannerAdvisor()
     return advisor
@@ -48,7 +48,7 @@ def plan_of(words: Sequence[str]) -> dict[str, object]:
     Raises:
         ExtensionMissing: the planner is not installed.
     """
-    if not _exists(_PLANNER):
+    if not _folder_exists(_PLANNER):
         raise ExtensionMissing(
             f"digenrl.plan: needs {_PLANNER}, which this installation lacks; install it."
         )
@@ -56,7 +56,7 @@ def plan_of(words: Sequence[str]) -> dict[str, object]:
     return content
 
 
-def _exists(folder: str) -> bool:
+def _folder_exists(folder: str) -> bool:
     """Return whether `folder` has an `__init__.py`: a deleted one can leave a directory of stale
     bytecode behind."""
     try:

@@ -48,7 +48,7 @@ class Failed(RuntimeError):
     """The rollout ended before the run did."""
 
 
-def join(request: JoinKeys, words: Sequence[str], signals: StopSignals) -> str:
+def join_as_rollout(request: JoinKeys, words: Sequence[str], signals: StopSignals) -> str:
     """Be a rollout until the run ends or this process is asked to leave. Return what happened, in
     words.
 
@@ -56,7 +56,7 @@ def join(request: JoinKeys, words: Sequence[str], signals: StopSignals) -> str:
         ConfigError, ValueError, OSError: this process cannot join.
         Failed: this process joined, and ended before the run did.
     """
-    access = _access(request)
+    access = _resolve_access(request)
     composed = configuration.load(words, stored=request.run)
     before_forks()
     from digenrl import devices, run  # torch loads here
@@ -106,7 +106,7 @@ def join(request: JoinKeys, words: Sequence[str], signals: StopSignals) -> str:
     return "the run is complete" if outcome.status == "completed" else "left the run, which goes on"
 
 
-def _access(request: JoinKeys) -> Access:
+def _resolve_access(request: JoinKeys) -> Access:
     """Return how to reach the run: its access.json, changed by `address` and by the environment's
     token.
 
@@ -150,8 +150,8 @@ def main(arguments: Sequence[str]) -> int:
     ignore_closed_terminal()
     with StopSignals() as signals:
 
-        def work(request: JoinKeys, words: list[str]) -> None:
-            print(join(request, words, signals), file=sys.stderr)
+        def run_request(request: JoinKeys, words: list[str]) -> None:
+            print(join_as_rollout(request, words, signals), file=sys.stderr)
             print(request.run)
 
-        return own_command(JoinKeys, __doc__, arguments, work, others=True, failures=Failed)
+        return own_command(JoinKeys, __doc__, arguments, run_request, others=True, failures=Failed)

@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from digenrl.cli.commands import commands
+from digenrl.cli.commands import all_commands
 from digenrl.cli.own_modules import find_own_modules
 from digenrl.cli.streams import guard_streams
 
@@ -25,15 +25,15 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     guard_streams()
     try:
-        return _run(words)
+        return _run_command(words)
     except KeyboardInterrupt:  # before the command takes signals, or it takes none
         print("digenrl: stopped by SIGINT", file=sys.stderr)
         return 128 + signal.SIGINT
 
 
-def _run(words: Sequence[str] | None) -> int:
+def _run_command(words: Sequence[str] | None) -> int:
     name, *rest = [*(sys.argv[1:] if words is None else words)] or ["--help"]
-    known = commands()
+    known = all_commands()
     if name in ("-h", "--help"):
         from digenrl.config.help import show_page
 
@@ -67,9 +67,9 @@ def _run(words: Sequence[str] | None) -> int:
         )
         return 2
     if command.sweeps and {*rest} & {"-m", "--multirun"}:
-        from digenrl.cli.sweeps import sweep
+        from digenrl.cli.sweeps import run_sweep
 
-        return sweep(rest, name)
+        return run_sweep(rest, name)
     find_own_modules(rest)
     try:
         return int(importlib.import_module(command.module).main(rest))

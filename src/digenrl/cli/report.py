@@ -14,7 +14,7 @@ from rich.console import Console
 
 from digenrl.config.help import Arguments, RunDirectory, own_command
 from digenrl.record.run_dir import REPORT, require_own
-from digenrl.report.build import rebuild
+from digenrl.report.build import rebuild_report
 from digenrl.report.tables import final_table
 
 
@@ -29,10 +29,10 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return the exit code: 0, or 2 if the arguments or the directory do not
     fit."""
 
-    def work(request: ReportKeys, _: list[str]) -> None:
+    def run_request(request: ReportKeys, _: list[str]) -> None:
         if request.run.is_dir():  # otherwise `rebuild` says what to name
             require_own(request.run)
-        Console(stderr=True).print(final_table(rebuild(request.run)))
+        Console(stderr=True).print(final_table(rebuild_report(request.run)))
         print(request.run / REPORT)
 
-    return own_command(ReportKeys, __doc__, arguments, work)
+    return own_command(ReportKeys, __doc__, arguments, run_request)

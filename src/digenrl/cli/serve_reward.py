@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     """Serve until interrupted; `reward_command` describes the exit codes."""
-    return reward_command("serve_reward", __doc__, argv, _serve)
+    return reward_command("serve_reward", __doc__, argv, _serve_reward)
 
 
-def _serve(settings: ServeRewardSettings) -> None:
+def _serve_reward(settings: ServeRewardSettings) -> None:
     from digenrl.rewards.service import (
         RewardService,
         ServiceLimits,
@@ -42,25 +42,32 @@ def _serve(settings: ServeRewardSettings) -> None:
     suite = reward_suite(settings)
     token, made = service_token(settings.token_env, Path(settings.token_file))
 
-    def clean() -> None:
+    def remove_token() -> None:
         if made is not None:
             made.unlink(missing_ok=True)
 
     try:
-        service = RewardService(suite.find_scorer(_chosen(settings, suite)), limits, token)
+        service = RewardService(suite.find_scorer(_served_name(settings, suite)), limits, token)
         print(f"serve_reward: {describe_service(service)}", file=sys.stderr, flush=True)
-        serve_rewards(service, settings.host, settings.port, announce, list(settings.hosts), clean)
+        serve_rewards(
+            service,
+            settings.host,
+            settings.port,
+            announce_address,
+            list(settings.hosts),
+            remove_token,
+        )
     finally:
-        clean()
+        remove_token()
         suite.close()
 
 
-def announce(url: str) -> None:
+def announce_address(url: str) -> None:
     """Print the line that tells a person or a script that requests are accepted."""
     print(f"serving at {url}", flush=True)
 
 
-def _chosen(settings: ServeRewardSettings, suite: RewardSuite) -> str:
+def _served_name(settings: ServeRewardSettings, suite: RewardSuite) -> str:
     if settings.name is None and len(suite.names) > 1:
         raise ValueError(f"The mixture holds {', '.join(suite.names)}: choose one with name=...")
     return settings.name or suite.names[0]

@@ -58,20 +58,20 @@ def guard_streams() -> None:
             stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
             setattr(sys, name, stream)
         if not getattr(stream, _GUARDED, False):
-            _guard(stream)
+            _guard_stream(stream)
 
 
-def _guard(stream: TextIO) -> None:
+def _guard_stream(stream: TextIO) -> None:
     terminal = False
     with suppress(OSError, ValueError, AttributeError):
         terminal = stream.isatty()
     write: Callable[[str], int] = stream.write
 
-    def guarded(text: str) -> int:
+    def write_guarded(text: str) -> int:
         write(without_controls(text, terminal))
         return len(text)
 
     any_stream: Any = stream
     with suppress(AttributeError):  # a stream that takes no attributes
-        any_stream.write = guarded
+        any_stream.write = write_guarded
         setattr(any_stream, _GUARDED, True)

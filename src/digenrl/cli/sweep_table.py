@@ -73,7 +73,7 @@ def result_of(run_dir: Path) -> dict[str, Any]:
     return {}
 
 
-def rows(jobs: Sequence[SweepJob]) -> list[dict[str, Any]]:
+def job_rows(jobs: Sequence[SweepJob]) -> list[dict[str, Any]]:
     """Return one row per job.
 
     It has the job's number, the swept keys, `COLUMNS`, the share of lost time by cause, the cause
@@ -99,7 +99,7 @@ def rows(jobs: Sequence[SweepJob]) -> list[dict[str, Any]]:
 
 def write_tables(sweep_dir: Path, jobs: Sequence[SweepJob]) -> str:
     """Write sweep.csv and sweep.json; return the table as text."""
-    table = rows(jobs)
+    table = job_rows(jobs)
     order = {
         name: (name in ("cause", "run"), name.startswith("lost:")) for row in table for name in row
     }
@@ -121,10 +121,10 @@ def _as_text(table: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
     same = [
         n
         for n in names
-        if n in told and len(table) > 1 and len({_cell(n, row.get(n)) for row in table}) == 1
+        if n in told and len(table) > 1 and len({_format_cell(n, row.get(n)) for row in table}) == 1
     ]
     names = [name for name in names if name not in same]
-    cells = [list(names), *([_cell(name, row.get(name)) for name in names] for row in table)]
+    cells = [list(names), *([_format_cell(name, row.get(name)) for name in names] for row in table)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -133,7 +133,7 @@ def _as_text(table: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
     if same:
         lines.append(
             "the same in all: "
-            + ", ".join(f"{name} {_cell(name, table[0][name])}" for name in same)
+            + ", ".join(f"{name} {_format_cell(name, table[0][name])}" for name in same)
         )
     if "samples_per_s" in names:
         fewest = min(row.get("rl_steps") or FEW_STEPS for row in table)
@@ -141,7 +141,7 @@ def _as_text(table: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _cell(name: str, value: Any) -> str:
+def _format_cell(name: str, value: Any) -> str:
     if value is None:
         return "-"
     if name.startswith("lost:"):

@@ -35,7 +35,7 @@ from digenrl.config.words import format_word, quote_path_word
 from digenrl.record.redact import redact_text
 
 
-def expand(argv: Sequence[str], config_name: str = "train") -> tuple[Path, list[SweepJob]]:
+def expand_sweep(argv: Sequence[str], config_name: str = "train") -> tuple[Path, list[SweepJob]]:
     """Return the sweep's directory and its jobs, in the order of Hydra's sweeper. Nothing is
     written.
 
@@ -71,7 +71,7 @@ def expand(argv: Sequence[str], config_name: str = "train") -> tuple[Path, list[
     return sweep_dir, jobs
 
 
-def sweep(argv: Sequence[str], config_name: str = "train", module: str = "digenrl") -> int:
+def run_sweep(argv: Sequence[str], config_name: str = "train", module: str = "digenrl") -> int:
     """Run every job of the sweep as `digenrl <config_name>` and return the exit code (0 = every job
     completed).
 
@@ -85,28 +85,28 @@ def sweep(argv: Sequence[str], config_name: str = "train", module: str = "digenr
         print(configuration_help(config_name, None, words))
         return 0
     try:
-        sweep_dir, jobs = expand(words, config_name)
+        sweep_dir, jobs = expand_sweep(words, config_name)
         _refuse_bad(jobs, config_name)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_CODE
     if "--cfg" in asked:
-        return _show(jobs, config_name)
+        return _print_configurations(jobs, config_name)
     sweep_dir.mkdir(parents=True, exist_ok=True)
     with _Signals() as stop:
         for job in jobs:
             if job.status == "waiting":
                 print(
-                    f"[{job.number + 1}/{len(jobs)}] {_label(job)}: log {job.log}",
+                    f"[{job.number + 1}/{len(jobs)}] {_job_label(job)}: log {job.log}",
                     file=sys.stderr,
                     flush=True,
                 )
                 job.status = "running"
                 write_tables(sweep_dir, jobs)
-                _run(job, [module, config_name], stop)
+                _run_job(job, [module, config_name], stop)
             print(
-                f"[{job.number + 1}/{len(jobs)}] {_label(job)}: {job.status} in {job.wall_s:.0f} s"
-                + (f" ({job.cause})" if job.cause else ""),
+                f"[{job.number + 1}/{len(jobs)}] {_job_label(job)}: {job.status} "
+                f"in {job.wall_s:.0f} s" + (f" ({job.cause})" if job.cause else ""),
                 flush=True,
             )
             write_tables(sweep_dir, jobs)
@@ -123,16 +123,16 @@ class _Signals(StopSignals):
     process: subprocess.Popen[bytes] | None = None
     """Process of the job in progress."""
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         super()._handle_signal(number, frame)
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
 
 
-def _show(jobs: Sequence[SweepJob], config_name: str) -> int:
+def _print_configurations(jobs: Sequence[SweepJob], config_name: str) -> int:
     """Print every job's composed configuration."""
     for job in jobs:
-        print(f"# job {job.number}: {_label(job)}")
+        print(f"# job {job.number}: {_job_label(job)}")
         print(
             f"# {job.cause}"
             if job.status == "refused"
@@ -148,7 +148,7 @@ def _is_sweep(word: str) -> bool:
         return False  # reported when all words are parsed
 
 
-def _label(job: SweepJob) -> str:
+def _job_label(job: SweepJob) -> str:
     return " ".join(f"{key}={value}" for key, value in job.varied.items()) or "the only job"
 
 
@@ -167,7 +167,7 @@ def _refuse_bad(jobs: Sequence[SweepJob], config_name: str) -> None:
         )
 
 
-def _run(job: SweepJob, program: Sequence[str], stop: _Signals) -> None:
+def _run_job(job: SweepJob, program: Sequence[str], stop: _Signals) -> None:
     """Run one job to its end and fill in its result."""
     command = [
         sys.executable,

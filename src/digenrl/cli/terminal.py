@@ -32,7 +32,7 @@ from digenrl.record.run_dir import (
 )
 from digenrl.record.stored_yaml import read_plain
 from digenrl.report.read_run import JsonlTail, append_step, is_number
-from digenrl.report.tables import duration, number
+from digenrl.report.tables import format_duration, format_number
 
 EVERY_S = 10.0
 """Seconds between two lines."""
@@ -73,38 +73,41 @@ class Display:
         self._steps: list[Row] = []
         self._evals: list[Row] = []
         self._evaluated: list[Row] = []
-        self._every, self._hidden = _evaluations(self._path)
+        self._every, self._hidden = _evaluation_rhythm(self._path)
         self._began = self._shown = clock()
         self._console = Console(file=self._stream, soft_wrap=True)
 
     def poll(self) -> None:
         """Read what is new, and print a line if it is time to. Callers may call several times per
         second."""
-        self._read()
+        self._read_new_rows()
         now = self._clock()
         if now - self._shown >= EVERY_S:
             self._shown = now
-            print(self.line(), file=self._stream, flush=True)
+            print(self.status_line(), file=self._stream, flush=True)
 
     def close(self) -> None:
         """Print the run's final state."""
-        self._read()
+        self._read_new_rows()
         if self._steps:
-            print(self.line(), file=self._stream, flush=True)
+            print(self.status_line(), file=self._stream, flush=True)
 
-    def line(self) -> str:
+    def status_line(self) -> str:
         """Return the run's state in one line, with the ranks counted by activity."""
-        parts = [f"{duration(self._clock() - self._began):>12}", f"step {self._done}/{self._total}"]
+        parts = [
+            f"{format_duration(self._clock() - self._began):>12}",
+            f"step {self._done}/{self._total}",
+        ]
         if self._steps:
-            parts.append(f"reward {number(self._steps[-1].get('reward'))}")
+            parts.append(f"reward {format_number(self._steps[-1].get('reward'))}")
         if self._evals:
-            parts.append(f"held-out {number(self._evals[-1].get('heldout'))}")
+            parts.append(f"held-out {format_number(self._evals[-1].get('heldout'))}")
         if self._steps:
             parts += [
-                f"{number(self._steps[-1].get('samples_per_s'), 1)} samples/s",
-                f"ETA {duration(self._eta())}",
+                f"{format_number(self._steps[-1].get('samples_per_s'), 1)} samples/s",
+                f"ETA {format_duration(self._seconds_left())}",
             ]
-        counted = Counter(activity(state) for state in self._states().values())
+        counted = Counter(activity_of(state) for state in self._states().values())
         parts.append(", ".join(f"{count} {activity}" for activity, count in counted.most_common()))
         return "  ".join(part for part in parts if part)
 
@@ -112,26 +115,26 @@ class Display:
     def _done(self) -> int:
         return int(self._steps[-1]["rl_step"]) if self._steps else 0
 
-    def _read(self) -> None:
-        for row in self._metrics.read():
+    def _read_new_rows(self) -> None:
+        for row in self._metrics.read_new_rows():
             kept = {"step": self._steps, "eval": self._evals}.get(str(row.get("kind")))
             if kept is not None and is_number(row.get("rl_step")):
                 append_step(kept, {key: row[key] for key in _DRAWN if key in row})
         for file in event_files(self._path):
             self._events.setdefault(file, JsonlTail(file))
-        for event in [row for tail in self._events.values() for row in tail.read()]:
+        for event in [row for tail in self._events.values() for row in tail.read_new_rows()]:
             if event.get("kind") == EVALUATED:
                 self._evaluated.append(event)
             elif event.get("kind") in _LOUD and event.get("cause") is not None:
-                self._console.print(Text(told(event), style="yellow"))
+                self._console.print(Text(format_event(event), style="yellow"))
 
-    def _eta(self) -> float | None:
+    def _seconds_left(self) -> float | None:
         """Return the seconds of the steps that are left and of the evaluations between and after
         them. An evaluation by rollouts costs what outlasts a step; the last one costs all."""
-        if not (step := _usual(self._steps, "step_s")):
+        if not (step := _recent_median(self._steps, "step_s")):
             return None
         seconds = step * (self._total - self._done)
-        if one := _usual(self._evaluated, "seconds"):
+        if one := _recent_median(self._evaluated, "seconds"):
             due = self._evaluations_left()
             seconds += one * (due > 0) + max(0.0, one - self._hidden * step) * max(0, due - 1)
         return seconds
@@ -145,13 +148,13 @@ class Display:
         return 1 + max(0, between)
 
 
-def _usual(rows: Sequence[Row], key: str) -> float | None:
+def _recent_median(rows: Sequence[Row], key: str) -> float | None:
     """Return the median of a number over the last ten rows."""
     recent = [float(row[key]) for row in rows[-10:] if is_number(row.get(key))]
     return median(recent) if recent else None
 
 
-def _evaluations(run_dir: Path) -> tuple[int, bool]:
+def _evaluation_rhythm(run_dir: Path) -> tuple[int, bool]:
     """Return (RL steps between the evaluations of a run, 0 = only before and after; whether
     rollouts make them while trainers go on)."""
     try:
@@ -165,7 +168,7 @@ def _evaluations(run_dir: Path) -> tuple[int, bool]:
         return 0, False
 
 
-def activity(state: str) -> str:
+def activity_of(state: str) -> str:
     """Return a state without its numbers: "generate g3" and "generate g4" are one activity."""
     return (
         " ".join(
@@ -175,7 +178,7 @@ def activity(state: str) -> str:
     )
 
 
-def told(event: Row) -> str:
+def format_event(event: Row) -> str:
     """Return an event in one line."""
     when = (
         f"{time.strftime('%H:%M:%S', time.localtime(event['time']))} "

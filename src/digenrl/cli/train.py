@@ -32,13 +32,13 @@ def main(words: list[str]) -> int:
         from digenrl.config.loading import is_multirun
 
         if is_multirun(words):
-            from digenrl.cli.sweeps import sweep
+            from digenrl.cli.sweeps import run_sweep
 
-            return sweep(words)
-        return train(words, signals)
+            return run_sweep(words)
+        return train_run(words, signals)
 
 
-def train(words: list[str], signals: StopSignals) -> int:
+def train_run(words: list[str], signals: StopSignals) -> int:
     """Compose, settle, launch, report; return the exit code."""
     from digenrl.config import load_or_exit
 

@@ -2,7 +2,7 @@
 under a launcher.
 
 No rank waits for ever for a peer that is gone: every wait ends when somebody aborts the run.
-`check` then raises `Aborted` with the written cause. One operation costs one TCP round trip.
+`check_abort` then raises `Aborted` with the written cause. One operation costs one TCP round trip.
 Threads that share a client take turns.
 """
 

@@ -133,7 +133,7 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True)
 class Launch(Terms):
-    """Everything that `launch` needs to start and to watch a run."""
+    """Everything that `launch_ranks` needs to start and to watch a run."""
 
     rank_main: RankMain
     run_dir: Path

@@ -157,7 +157,7 @@ def process_facts(progress: Progress) -> dict[str, Any]:
 
 
 def facts_key(rank: int) -> str:
-    """Return the store key of a rank's `facts`, as JSON."""
+    """Return the store key of a rank's `process_facts`, as JSON."""
     return f"facts/{rank}"
 
 

@@ -35,7 +35,7 @@ def evaluation_prompts(settings: Settings) -> Iterator[Placed]:
 
 
 def _placed_prompts(key: str, files: object) -> Iterator[Placed]:
-    for name, _ in prompts.sources(files):  # type: ignore[arg-type]
-        file = prompts.read(name)
+    for name, _ in prompts.weighted_files(files):  # type: ignore[arg-type]
+        file = prompts.read_prompt_file(name)
         for line, prompt in zip(file.lines, file.prompts, strict=True):
             yield f"{key}: {file.path}:{line}", prompt

@@ -34,7 +34,7 @@ def problems_of(
     """Return everything wrong with a composed configuration (without the `hydra` node).
 
     Args:
-        tree: the configuration, as `resolved` returns it.
+        tree: the configuration, as `resolve_tree` returns it.
         unresolved: path -> problem of the leaves that are not in it.
         config_name: name of the schema that the tree must obey.
         known: keys from which "nearest valid key" is chosen.
@@ -112,8 +112,9 @@ def _leaf_problems(tree: Mapping[str, object], reported: Collection[str]) -> Ite
             r"DIGENRL_\w+", str(value)
         ):
             yield (
-                f"{path} = {show_value(value)}: a reward is sent variables named DIGENRL_... only, "
-                "so that no configuration can ask for another secret; put its token into one of those."
+                f"{path} = {show_value(value)}: a reward is sent variables named DIGENRL_... "
+                "only, so that no configuration can ask for another secret; put its token into "
+                "one of those."
             )
         elif isinstance(value, str) and MASK in value:
             yield (
@@ -138,9 +139,9 @@ def _prompt_problems(tree: Mapping[str, Any], broken: Collection[str]) -> Iterat
         # A bound that is itself wrong was reported, and its default holds here.
         bounds = {name: data[key] for name, key in keys.items() if f"data.{key}" not in broken}
         files, whole = list[tuple[prompts.PromptFile, float]](), True
-        for name, weight in prompts.sources(data[leaf]):
+        for name, weight in prompts.weighted_files(data[leaf]):
             try:
-                files.append((prompts.read(name, ImageLimits(**bounds)), weight))
+                files.append((prompts.read_prompt_file(name, ImageLimits(**bounds)), weight))
             except prompts.PromptFileError as error:
                 yield f"data.{leaf}: {error}"
                 whole = False

@@ -245,7 +245,7 @@ def _prompt_files(data: dict[str, object]) -> Iterator[tuple[dict[str, Any], str
 
 def _duplicate_notes(tree: Mapping[str, Any]) -> Iterator[str]:
     for holder, key in _prompt_files(tree["data"]):
-        file = prompts.read(holder[key])
+        file = prompts.read_prompt_file(holder[key])
         lines = ", ".join(
             f"line {line} repeats line {first}" for line, first in file.duplicates[:3]
         )

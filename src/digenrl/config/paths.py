@@ -86,7 +86,7 @@ def taken_for_files(tree: Any, config_name: str) -> Iterator[tuple[str, str]]:
         value = functools.reduce(lambda node, part: node[part], parts_of(path), tree)
         if typed.get(path) == "own":
             continue  # a directory that is written, which older runs stored as it was typed
-        if not value.startswith(_MARKS) and value not in prompts.builtin():
+        if not value.startswith(_MARKS) and value not in prompts.builtin_files():
             yield path, value
 
 
@@ -95,7 +95,7 @@ def own_prompt_files(tree: Any, config_name: str) -> Iterator[tuple[str, str]]:
     that this working directory holds as well. The run meant ours."""
     for path, _ in absolute_paths(tree, config_name):
         value = functools.reduce(lambda node, part: node[part], parts_of(path), tree)
-        if value in prompts.builtin():
+        if value in prompts.builtin_files():
             yield path, str(prompts.DIRECTORY / value)
 
 

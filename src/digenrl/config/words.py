@@ -39,7 +39,7 @@ def format_value(text: object) -> str:
 
 
 def format_word(key: str, held: object) -> str:
-    """Return `key=value` for another process, with the value as `value` writes it.
+    """Return `key=value` for another process, with the value as `format_value` writes it.
 
     >>> word("output_root", "/data/runs"), word("output_root", "/data/a,b")
     ('output_root=/data/runs', "output_root='/data/a,b'")
@@ -48,7 +48,7 @@ def format_word(key: str, held: object) -> str:
 
 
 def shell_word(key: str, held: object) -> str:
-    """Return `word` as a shell reads it.
+    """Return `format_word` as a shell reads it.
 
     >>> pasted("output_root", "/data/runs"), pasted("data.prompts", "a b")
     ('output_root=/data/runs', '"data.prompts=\'a b\'"')

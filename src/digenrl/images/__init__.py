@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from digenrl.images.reader import PictureError, flattened, require_one
+from digenrl.images.reader import PictureError, flatten_picture, require_one
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -60,7 +60,7 @@ class PromptImage:
     data: bytes | None = field(default=None, compare=False, repr=False)
     """The file's bytes if there is no path."""
 
-    def content(self) -> bytes:
+    def read_content(self) -> bytes:
         """Return the file's bytes.
 
         Raises:
@@ -68,7 +68,7 @@ class PromptImage:
         """
         if self.data is not None:
             return self.data
-        content = _read(self.path)
+        content = _read_file(self.path)
         if digest_of(content) != self.digest:
             raise ImageError(
                 f"{self.path} changed after the prompts were read; start again with the file as it "
@@ -76,17 +76,17 @@ class PromptImage:
             )
         return content
 
-    def fitted(self, height: int, width: int) -> Image:
+    def fit_to_size(self, height: int, width: int) -> Image:
         """Return the picture as RGB of exactly this size: its middle part of that aspect ratio,
         resampled (Lanczos)."""
         from PIL import Image, ImageOps
 
-        with Image.open(io.BytesIO(self.content()), formats=FORMATS) as opened:
-            picture = flattened(opened).convert("RGB")
+        with Image.open(io.BytesIO(self.read_content()), formats=FORMATS) as opened:
+            picture = flatten_picture(opened).convert("RGB")
         return ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
 
 
-def sources(images: tuple[PromptImage, ...]) -> tuple[PromptImage, ...]:
+def edited_images(images: tuple[PromptImage, ...]) -> tuple[PromptImage, ...]:
     """Return the images that the prompt changes: those of role `image`, in the order of the
     file."""
     return tuple(image for image in images if image.role == "image")
@@ -111,7 +111,7 @@ def read_image(
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             raise ImageError("is no regular file; name a picture's file.")
-        digest = _known(str(path), found.st_size, found.st_mtime_ns, limits)
+        digest = _cached_digest(str(path), found.st_size, found.st_mtime_ns, limits)
         return PromptImage(role, digest, found.st_size, str(path))
     except OSError as error:
         raise ImageError(
@@ -122,20 +122,20 @@ def read_image(
 
 
 @lru_cache(maxsize=1 << 20)
-def _known(path: str, size: int, changed_ns: int, limits: ImageLimits | None) -> str:
+def _cached_digest(path: str, size: int, changed_ns: int, limits: ImageLimits | None) -> str:
     """Return the digest of a file as it is, computed once per process. With limits the file is
     checked once."""
     if limits is not None and size > limits.max_mib * 2**20:
         raise ImageError(
             f"has {size / 2**20:.1f} MiB, at most {limits.max_mib:g} (data.image_max_mib)."
         )
-    content = _read(path)
+    content = _read_file(path)
     if limits is not None:
-        examine(content, limits)
+        check_image(content, limits)
     return digest_of(content)
 
 
-def examine(content: bytes, limits: ImageLimits) -> None:
+def check_image(content: bytes, limits: ImageLimits) -> None:
     """Raise ImageError unless `content` is one picture within `limits` that decodes to its end."""
     from PIL import Image
 
@@ -180,7 +180,7 @@ def open_regular(path: str | Path) -> BinaryIO:
     return open(descriptor, "rb")
 
 
-def _read(path: str) -> bytes:
+def _read_file(path: str) -> bytes:
     try:
         with open_regular(path) as file:
             return file.read()

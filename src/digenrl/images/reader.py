@@ -56,7 +56,7 @@ def read_picture(file: Path | bytes, formats: Sequence[str], max_pixels: int) ->
                     "down, or raise it"
                 )
             require_one(one)
-            return flattened(one)
+            return flatten_picture(one)
     except (OSError, ValueError, SyntaxError):
         raise
     except (
@@ -71,14 +71,14 @@ def require_one(opened: Image) -> None:
     Raises:
         PictureError: an animation, further pages, or an unknown depth.
     """
-    if opened.format != "MPO" and _pages(opened) > 1:
+    if opened.format != "MPO" and _count_pages(opened) > 1:
         what = "has several pages" if opened.format == "TIFF" else "is an animation"
         raise PictureError(f"{what}; save one picture of it.")
     if opened.mode in ("I", "F") and opened.format != "TIFF" and opened.format != "PNG":
-        raise PictureError(_depth(opened))
+        raise PictureError(_depth_message(opened))
 
 
-def flattened(opened: Image) -> Image:
+def flatten_picture(opened: Image) -> Image:
     """Return an opened picture upright, on white, with 8 bits: in mode L if it is grey, else RGB.
 
     Raises:
@@ -108,23 +108,23 @@ def _in_8_bits(opened: Image) -> Image:
     values = np.asarray(opened)
     if opened.mode == "F":
         if not (np.isfinite(values).all() and values.min() >= 0 and values.max() <= 1):
-            raise PictureError(_depth(opened))
+            raise PictureError(_depth_message(opened))
         scaled, white = values.astype(np.float64) * 255, np.zeros_like(values, dtype=bool)
     elif opened.mode == "I" and not (
         opened.format == "PNG" and values.min() >= 0 and values.max() <= 0xFFFF
     ):  # Pillow before 11 opens a PNG of 16 bits so
-        raise PictureError(_depth(opened))
+        raise PictureError(_depth_message(opened))
     else:
         scaled = values.astype(np.float64) / 257
         white = values == opened.info.get("transparency", -1)
     found = np.rint(scaled).astype(np.uint8)
-    if _tag(opened, _PHOTOMETRIC) == _WHITE_IS_ZERO:
+    if _read_tag(opened, _PHOTOMETRIC) == _WHITE_IS_ZERO:
         found = 255 - found
     found[white] = 255
     return Image.fromarray(found)
 
 
-def _depth(opened: Image) -> str:
+def _depth_message(opened: Image) -> str:
     kinds = {"F": "floats beyond 0 to 1", "I": "whole numbers of 32 bits"}
     return (
         f"holds {kinds.get(opened.mode, opened.mode)}, whose white is unknown; save it with 8 or "
@@ -132,7 +132,7 @@ def _depth(opened: Image) -> str:
     )
 
 
-def _pages(opened: Image) -> int:
+def _count_pages(opened: Image) -> int:
     """Return the number of pictures in a file, without a TIFF's thumbnails."""
     count = int(getattr(opened, "n_frames", 1))
     if count == 1 or opened.format != "TIFF":
@@ -140,16 +140,16 @@ def _pages(opened: Image) -> int:
     full = 0
     for page in range(count):
         opened.seek(page)
-        full += not int(_tag(opened, _REDUCED) or 0) & 1
+        full += not int(_read_tag(opened, _REDUCED) or 0) & 1
     opened.seek(0)
     return full
 
 
-def _tag(opened: Image, tag: int) -> int | None:
+def _read_tag(opened: Image, tag: int) -> int | None:
     return getattr(opened, "tag_v2", {}).get(tag)
 
 
-def listed(folder: Path, suffixes: Collection[str]) -> list[Path]:
+def list_files(folder: Path, suffixes: Collection[str]) -> list[Path]:
     """Return the files of a folder with one of these suffixes in natural order, without hidden
     ones."""
     files = [path for path in folder.iterdir() if path.suffix.lower() in suffixes]

@@ -62,7 +62,7 @@ def fork_ranks(job: Job, signals: StopSignals, show: Show) -> tuple[Path, RunOut
         job.checkpoint,
         JsonlTail(run_dir / METRICS),
     )
-    metrics.read()
+    metrics.read_new_rows()
     while True:
         announce_launch(job, run_dir, checkpoint)
         try:
@@ -74,9 +74,9 @@ def fork_ranks(job: Job, signals: StopSignals, show: Show) -> tuple[Path, RunOut
         finally:
             managed.remove_shared_folder(os.getpid())
         began = 0 if checkpoint is None else step_of(checkpoint)
-        finished = [int(row["rl_step"]) for row in metrics.read() if row.get("kind") == "step"][
-            -1:
-        ] or [began]
+        finished = [
+            int(row["rl_step"]) for row in metrics.read_new_rows() if row.get("kind") == "step"
+        ][-1:] or [began]
         if not outcome.died or signals.count or _is_saved(run_dir, steps):
             return run_dir, outcome
         try:

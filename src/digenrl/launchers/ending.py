@@ -19,7 +19,7 @@ from digenrl.config.settings import Settings
 from digenrl.record import run_lock
 from digenrl.record.redact import redact_text
 from digenrl.record.run_dir import METRICS, event_files
-from digenrl.report.build import close, finish
+from digenrl.report.build import finish_report, record_end
 from digenrl.report.read_run import JsonlTail, is_number
 from digenrl.report.tables import final_table
 
@@ -39,7 +39,7 @@ def stop_grace(settings: Settings, run_dir: Path) -> float:
     if seconds == "auto":
         measured = [
             row["step_s"]
-            for row in JsonlTail(run_dir / METRICS).read()
+            for row in JsonlTail(run_dir / METRICS).read_new_rows()
             if is_number(row.get("step_s"))
         ]
         wanted = (
@@ -75,7 +75,7 @@ def report_end(run_dir: Path, outcome: RunOutcome, settings: Settings) -> None:
     if outcome.status == "completed" and (unscored := _unscored_cause(run_dir)) is not None:
         outcome.status, outcome.cause, outcome.exit_code = "failed", unscored, 1
     cause = None if outcome.cause is None else redact_text(outcome.cause)
-    summary = finish(run_dir, outcome.status, cause)
+    summary = finish_report(run_dir, outcome.status, cause)
     Console(stderr=True).print(final_table(summary))
     for cause in summary["restarted"]:
         print(f"began again after: {cause}", file=sys.stderr)
@@ -88,10 +88,12 @@ def report_end(run_dir: Path, outcome: RunOutcome, settings: Settings) -> None:
 
 def _unscored_cause(run_dir: Path) -> str | None:
     """Return why a complete run has learned nothing: no sample of it was ever scored."""
-    rows = [row for row in JsonlTail(run_dir / METRICS).read() if row.get("kind") == "step"]
+    rows = [
+        row for row in JsonlTail(run_dir / METRICS).read_new_rows() if row.get("kind") == "step"
+    ]
     if not rows or any(row.get("reward") is not None for row in rows):
         return None
-    told = [row for file in event_files(run_dir) for row in JsonlTail(file).read()]
+    told = [row for file in event_files(run_dir) for row in JsonlTail(file).read_new_rows()]
     events = [row for row in told if row.get("kind") == "missing"]
     causes = Counter(f"reward `{row.get('reward')}`: {row.get('cause')}" for row in events)
     commonest = "".join(f"; {cause}" for cause, _ in causes.most_common(1))
@@ -103,7 +105,7 @@ def end_alone(run_dir: Path, settings: Settings, cause: str) -> None:
     more."""
     with suppress(OSError):
         (run_dir / ACCESS).unlink()
-    close(run_dir, "failed", cause)
+    record_end(run_dir, "failed", cause)
     print(run_dir, flush=True)
     _say_end(run_dir, "failed", cause, settings)
 

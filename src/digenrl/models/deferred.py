@@ -155,7 +155,7 @@ class _Stored:
         """Return an object that gives rows of one tensor when indexed.
 
         Raises:
-            PretrainedError: see `fill`.
+            PretrainedError: see `fill_parameters`.
         """
         file = self._folder / self._files.get(name, _FILE)
         try:

@@ -264,7 +264,9 @@ class DiffusersCodec(Codec):
 
     def image_pixels(self, image: PromptImage) -> Tensor:
         """Return an image as [1, 3, height, width] fp32 in [-1, 1]."""
-        picture = np.asarray(image.fitted(self.height, self.width), dtype=np.float32)  # [H, W, 3]
+        picture = np.asarray(
+            image.fit_to_size(self.height, self.width), dtype=np.float32
+        )  # [H, W, 3]
         return torch.from_numpy(picture).movedim(-1, 0).unsqueeze(0) / 127.5 - 1.0
 
     # ---- memory

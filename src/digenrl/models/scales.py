@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def rescale_latents(latents: Tensor, config: FrozenDict) -> Tensor:
-    """Invert `unscale`."""
+    """Invert `unscale_latents`."""
     return (latents - config.shift_factor) * config.scaling_factor
 
 
@@ -23,7 +23,7 @@ def unscale_latents(latents: Tensor, config: FrozenDict) -> Tensor:
 
 
 def normalise_latents(latents: Tensor, config: FrozenDict) -> Tensor:
-    """Invert `denormalise`."""
+    """Invert `denormalise_latents`."""
     mean, std = _channel_statistics(latents, config)
     return (latents - mean) / std
 

@@ -84,12 +84,12 @@ class PromptFile:
     """(line, line of the first occurrence) of every prompt that was left out as a duplicate."""
 
 
-def builtin() -> list[str]:
+def builtin_files() -> list[str]:
     """Return the names of the project's own prompt files."""
     return sorted(path.name for path in DIRECTORY.iterdir() if path.suffix in SUFFIXES)
 
 
-def locate(name: str | Path) -> Path:
+def locate_file(name: str | Path) -> Path:
     """Return the file of `name`: a path (from the working directory), or else one of the project's
     own sets.
 
@@ -107,12 +107,12 @@ def locate(name: str | Path) -> Path:
             )
     raise PromptFileError(
         f"{name}: no such prompt file (looked in {Path.cwd()} and among the project's own: "
-        f"{', '.join(builtin())})."
+        f"{', '.join(builtin_files())})."
     )
 
 
-def read(name: str | Path, limits: ImageLimits | None = None) -> PromptFile:
-    """Read and check the prompt file `name` (see `locate`).
+def read_prompt_file(name: str | Path, limits: ImageLimits | None = None) -> PromptFile:
+    """Read and check the prompt file `name` (see `locate_file`).
 
     Args:
         limits: bounds within which every image is decoded once; None = images are only read, for
@@ -122,15 +122,15 @@ def read(name: str | Path, limits: ImageLimits | None = None) -> PromptFile:
         PromptFileError: missing, unreadable, not UTF-8, empty, or with malformed lines or unusable
             images.
     """
-    path = locate(name)
+    path = locate_file(name)
     if path.suffix not in SUFFIXES:
         raise PromptFileError(f"{path}: unknown kind {path.suffix!r}; use {' or '.join(SUFFIXES)}.")
     found, first_line = list[Prompt](), dict[int, int]()
     duplicates, problems, wrong = list[tuple[int, int]](), list[str](), 0
     try:
-        for line, raw in _lines(path):
+        for line, raw in _read_lines(path):
             try:
-                prompt = _parsed(path, raw, limits)
+                prompt = _parse_line(path, raw, limits)
             except ValueError as error:
                 wrong += 1
                 problems += [f"{path}:{line}: {error}"] * (wrong <= _MAX_PROBLEMS)
@@ -149,7 +149,7 @@ def read(name: str | Path, limits: ImageLimits | None = None) -> PromptFile:
     return PromptFile(path, tuple(found), tuple(first_line.values()), tuple(duplicates))
 
 
-def sources(
+def weighted_files(
     setting: str | Path | Sequence[Mapping[str, Any]],
 ) -> tuple[tuple[str | Path, float], ...]:
     """Return (file, weight) of each prompt file that `data.prompts` or `data.heldout` names."""
@@ -163,7 +163,7 @@ def most_of_batch(weights: Sequence[float], prompts: int) -> list[int]:
     return [math.ceil(prompts * weight / sum(weights) - 1e-9) for weight in weights]
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield (1-based number, bytes) of every line that shows something, without a byte order mark.
 
     Raises:
@@ -180,11 +180,11 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     f"earlier (a prompt has at most {MAX_CHARACTERS} characters)."
                 )
             raw = read.encode("latin-1").removeprefix(BOM_UTF8)
-            if shows(raw.decode("utf-8", errors="replace")):
+            if has_visible_text(raw.decode("utf-8", errors="replace")):
                 yield number, raw
 
 
-def shows(text: str) -> bool:
+def has_visible_text(text: str) -> bool:
     """Return whether a text has a character that can be seen. Spaces of any width, marks of
     direction and byte order marks cannot.
 
@@ -194,16 +194,16 @@ def shows(text: str) -> bool:
     return any(not (each.isspace() or unicodedata.category(each) in _UNSEEN) for each in text)
 
 
-def _parsed(path: Path, raw: bytes, limits: ImageLimits | None) -> Prompt:
+def _parse_line(path: Path, raw: bytes, limits: ImageLimits | None) -> Prompt:
     """Return the prompt of a line. Raises ValueError, whose text says what is wrong with the
     line."""
-    text = _decoded(raw.strip(_BLANKS))
+    text = _decode_line(raw.strip(_BLANKS))
     if path.suffix == ".jsonl":
         return _json_prompt(text, path.parent, limits)
-    return Prompt(_checked(text, "prompt"))
+    return Prompt(_check_text(text, "prompt"))
 
 
-def _decoded(raw: bytes) -> str:
+def _decode_line(raw: bytes) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -212,7 +212,7 @@ def _decoded(raw: bytes) -> str:
         ) from error
 
 
-def _checked(text: object, name: str) -> str:
+def _check_text(text: object, name: str) -> str:
     if not isinstance(text, str):
         raise ValueError(f"{name} = {json.dumps(text)[:60]} must be text.")
     if "\0" in text:
@@ -226,7 +226,7 @@ def _reject_constant(name: str) -> object:
     raise ValueError(f"{name} is no JSON number.")
 
 
-def _finite(number: str) -> float:
+def _parse_finite(number: str) -> float:
     value = float(number)
     if not math.isfinite(value):
         raise ValueError(f"{number} is out of the range of a number.")
@@ -235,7 +235,7 @@ def _finite(number: str) -> float:
 
 def _json_prompt(text: str, folder: Path, limits: ImageLimits | None) -> Prompt:
     try:
-        fields = json.loads(text, parse_constant=_reject_constant, parse_float=_finite)
+        fields = json.loads(text, parse_constant=_reject_constant, parse_float=_parse_finite)
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON at column {error.colno} ({error.msg}).") from error
     except RecursionError as error:
@@ -258,19 +258,21 @@ def _json_prompt(text: str, folder: Path, limits: ImageLimits | None) -> Prompt:
                 f'no such field: "{name[:60]}"; nearest: {close[0]} (a field for scorers needs '
                 "another name)."
             )
-    prompt = _checked(fields.pop("prompt"), "prompt")
-    if not shows(prompt):
+    prompt = _check_text(fields.pop("prompt"), "prompt")
+    if not has_visible_text(prompt):
         raise ValueError("prompt is empty.")
     given = {
         name: text
         for name in ("negative", "target")
         if (text := fields.pop(name, None)) is not None
     }
-    words = {name: _checked(text, name) for name, text in given.items()}
-    return Prompt(prompt, **words, images=tuple(_images(fields, folder, limits)), metadata=fields)
+    words = {name: _check_text(text, name) for name, text in given.items()}
+    return Prompt(
+        prompt, **words, images=tuple(_take_images(fields, folder, limits)), metadata=fields
+    )
 
 
-def _images(
+def _take_images(
     fields: dict[str, object], folder: Path, limits: ImageLimits | None
 ) -> Iterator[PromptImage]:
     """Yield the images that a line names, and remove them from `fields`."""
@@ -284,4 +286,4 @@ def _images(
         listed = one if role in SAMPLES else several if role == "image" else None
         names = listed if isinstance(listed, list) and listed else [] if one is None else [one]
         for name in names:
-            yield read_image(role, _checked(name, role), folder, limits)
+            yield read_image(role, _check_text(name, role), folder, limits)

@@ -170,8 +170,8 @@ def require_own(run_dir: str | os.PathLike[str]) -> None:
     if problems:
         raise ForeignEntry(
             f"{'; '.join(map(printable_text, problems))}. A run directory holds plain files "
-            "and folders alone, because resume, evaluation, export and report read and write there: remove "
-            "what is named, or copy the run without it."
+            "and folders alone, because resume, evaluation, export and report read and write "
+            "there: remove what is named, or copy the run without it."
         )
 
 
@@ -316,7 +316,7 @@ def json_safe(value: object) -> object:
 
 def append_jsonl(path: str | os.PathLike[str], row: Mapping[str, object]) -> None:
     """Append `row` as one line, in one write; a line that cannot be written is counted
-    (`unwritten`)."""
+    (`count_unwritten`)."""
     try:
         _append_row(Path(path), row)
     except OSError as error:

@@ -11,7 +11,7 @@ DIVERSITY_RANGE = (0.70, 1.15)
 """Range of within-class diversity, relative to real data, that is neither collapsed nor noisy."""
 
 
-def alarms(summary: Summary) -> list[str]:
+def find_alarms(summary: Summary) -> list[str]:
     """Return the warnings, the most serious first; [] for a run without warnings."""
     found: list[str] = []
     said = {"failed": "The run failed", "unfinished": "The run has recorded no end"}
@@ -29,7 +29,7 @@ def alarms(summary: Summary) -> list[str]:
             "were those that made the samples: rounding reaches algorithm.clip_range. Set "
             "schedule.tsp.batch=1 and model.compile=false, or a larger clip range."
         )
-    found += _learning(summary)
+    found += _learning_alarms(summary)
     found += summary["alarms"]
     dropped = summary["dropped"]
     if dropped:
@@ -54,11 +54,11 @@ def alarms(summary: Summary) -> list[str]:
     return found
 
 
-def _learning(summary: Mapping[str, object]) -> list[str]:
+def _learning_alarms(summary: Mapping[str, object]) -> list[str]:
     """Return signs that the reward rose for the wrong reason."""
     found: list[str] = []
-    reward = _change(summary, "reward")
-    heldout = _change(summary, "heldout")
+    reward = _metric_change(summary, "reward")
+    heldout = _metric_change(summary, "heldout")
     if reward is not None and heldout is not None and reward > 0 > heldout:
         found.append(
             f"The reward rose by {reward:.3f} while the held-out score fell by {-heldout:.3f}: "
@@ -72,7 +72,7 @@ def _learning(summary: Mapping[str, object]) -> list[str]:
             f"Within-class diversity is {ratio:.2f} of real data's ({word}; usual: {low:.2f} to "
             f"{high:.2f})."
         )
-    distance = _change(summary, "nn_distance")
+    distance = _metric_change(summary, "nn_distance")
     if distance is not None and distance > 0:
         found.append(
             "Samples moved away from real data: distance to the nearest real sample "
@@ -82,6 +82,6 @@ def _learning(summary: Mapping[str, object]) -> list[str]:
     return found
 
 
-def _change(summary: Mapping[str, object], key: str) -> float | None:
+def _metric_change(summary: Mapping[str, object], key: str) -> float | None:
     first, last = summary[f"{key}_first"], summary[f"{key}_last"]
     return last - first if is_number(first) and is_number(last) else None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def attempt(name: str, make: Callable[[], None], warnings: list[str]) -> None:
+def make_or_warn(name: str, make: Callable[[], None], warnings: list[str]) -> None:
     """Make a file of a report. An error becomes a warning."""
     try:
         make()

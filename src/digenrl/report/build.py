@@ -22,14 +22,16 @@ from digenrl.record.run_dir import (
     write_trace,
 )
 from digenrl.record.spans import perfetto_events
-from digenrl.report.attempt import attempt
+from digenrl.report.attempt import make_or_warn
 from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
 from digenrl.report.summary_record import Summary
 
 
-def finish(run_dir: str | os.PathLike[str], status: str, cause: str | None = None) -> Summary:
-    """Call `close`, then `rebuild`. The launcher does this once, when all ranks are gone.
+def finish_report(
+    run_dir: str | os.PathLike[str], status: str, cause: str | None = None
+) -> Summary:
+    """Call `record_end`, then `rebuild_report`. The launcher does this once, when all ranks are gone.
 
     Args:
         run_dir: the run's directory.
@@ -39,18 +41,18 @@ def finish(run_dir: str | os.PathLike[str], status: str, cause: str | None = Non
     Raises:
         ValueError: `status` is another word.
     """
-    summary = close(run_dir, status, cause)
-    rebuilt = rebuild(run_dir)
+    summary = record_end(run_dir, status, cause)
+    rebuilt = rebuild_report(run_dir)
     # Where events.jsonl took no end, the files alone cannot tell how the run ended.
     warnings = list(dict.fromkeys([*rebuilt["warnings"], *summary["warnings"]]))
     return {**rebuilt, "status": status, "cause": cause, "warnings": warnings}
 
 
-def close(run_dir: str | os.PathLike[str], status: str, cause: str | None = None) -> Summary:
+def record_end(run_dir: str | os.PathLike[str], status: str, cause: str | None = None) -> Summary:
     """Record a run's end in events.jsonl, and write summary.json: the files that a run always
     leaves. Return the summary, with a warning if writing failed.
 
-    Args, Raises: see `finish`.
+    Args, Raises: see `finish_report`.
     """
     if status not in ("completed", "stopped", "failed"):
         raise ValueError(f"status = {status!r}: use completed, stopped or failed.")
@@ -64,11 +66,11 @@ def close(run_dir: str | os.PathLike[str], status: str, cause: str | None = None
         )
     run = read_run(run_dir)
     summary: Summary = {**build_summary(run, warnings), "status": status, "cause": cause}
-    attempt(SUMMARY, lambda: write_json(run.path / SUMMARY, summary), summary["warnings"])
+    make_or_warn(SUMMARY, lambda: write_json(run.path / SUMMARY, summary), summary["warnings"])
     return summary
 
 
-def rebuild(run_dir: str | os.PathLike[str]) -> Summary:
+def rebuild_report(run_dir: str | os.PathLike[str]) -> Summary:
     """Write summary.json, trace.json, the pictures and report.html from the run's files alone;
     return the summary.
 
@@ -81,11 +83,11 @@ def rebuild(run_dir: str | os.PathLike[str]) -> Summary:
     # First without pictures, so that a summary exists whatever happens to the drawing.
     summary = build_summary(run)
     known, warnings = len(summary["warnings"]), summary["warnings"]
-    attempt(SUMMARY, lambda: write_json(run.path / SUMMARY, summary), warnings)
-    attempt(TRACE, lambda: write_trace(run.path / TRACE, perfetto_events(run.spans)), warnings)
-    from digenrl.report.page.draw import draw  # matplotlib: not before ranks are forked
+    make_or_warn(SUMMARY, lambda: write_json(run.path / SUMMARY, summary), warnings)
+    make_or_warn(TRACE, lambda: write_trace(run.path / TRACE, perfetto_events(run.spans)), warnings)
+    from digenrl.report.page.draw import draw_report  # matplotlib: not before ranks are forked
 
-    draw(run, summary, warnings)
+    draw_report(run, summary, warnings)
     if len(warnings) > known:
-        attempt(SUMMARY, lambda: write_json(run.path / SUMMARY, summary), [])
+        make_or_warn(SUMMARY, lambda: write_json(run.path / SUMMARY, summary), [])
     return summary

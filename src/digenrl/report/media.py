@@ -17,7 +17,7 @@ FRAMES_PER_SECOND = 16
 """What Wan2.1 is trained at; HunyuanVideo plays at 24."""
 
 
-def mp4(frames: NDArray[np.uint8], fps: int = FRAMES_PER_SECOND) -> bytes:
+def encode_mp4(frames: NDArray[np.uint8], fps: int = FRAMES_PER_SECOND) -> bytes:
     """Return frames [F, H, W, 3] as H.264 MP4, made with the ffmpeg that imageio brings along.
 
     Raises:
@@ -77,4 +77,4 @@ def image_grid(
 
 def write_mp4(path: Path | str, video: Tensor | np.ndarray, fps: int = FRAMES_PER_SECOND) -> None:
     """Write one video [F, C, H, W] as H.264 MP4, with the ffmpeg that imageio brings along."""
-    Path(path).write_bytes(mp4(to_uint8(video), fps))
+    Path(path).write_bytes(encode_mp4(to_uint8(video), fps))

@@ -55,7 +55,7 @@ before it refuses it."""
 _DAMAGES = (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, RuntimeError)
 
 
-def _headers(file: BinaryIO, name: str) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+def _read_headers(file: BinaryIO, name: str) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     """Return array -> (shape, dtype) of an .npz file, from headers alone.
 
     Raises:
@@ -108,7 +108,7 @@ def read_samples(path: str | os.PathLike[str]) -> Samples:
 
 def _read_samples(file: BinaryIO, path: Path) -> Samples:
     number = re.search(r"(\d+)$", path.stem)
-    headers = _headers(file, path.name)
+    headers = _read_headers(file, path.name)
     missing = {"media", "prompts"} - headers.keys()
     if missing:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Published curves of a run's recipe (`published` of its config.yaml), beside what the run reached.
+"""Published curves of a run's recipe (`published_curves` of its config.yaml), beside what the run reached.
 
 A run's directory may be foreign: entries of another form are left out.
 """
@@ -14,7 +14,7 @@ _LONGEST = 200
 """Most letters of a text."""
 
 
-def published(run: Run) -> list[PublishedCurve]:
+def published_curves(run: Run) -> list[PublishedCurve]:
     """Return the published curves of rewards that the run has, each beside the run's own."""
     entries = run.config.get("published")
     found: list[PublishedCurve] = []
@@ -24,17 +24,17 @@ def published(run: Run) -> list[PublishedCurve]:
         if not all(is_number(entry.get(key)) for key in ("first", "last")):
             continue
         name = entry.get("reward")
-        if not isinstance(name, str) or name not in _rewards(run):
+        if not isinstance(name, str) or name not in _reward_names(run):
             continue
-        column = run.column(f"reward/{name}")
-        steps, values = column if column[1] else run.column("reward")
+        column = run.column_of(f"reward/{name}")
+        steps, values = column if column[1] else run.column_of("reward")
         found.append(
             {
                 "reward": name,
                 "first": float(entry["first"]),
                 "last": float(entry["last"]),
-                "steps": _figure(entry.get("steps")),
-                "gpu_hours": _figure(entry.get("gpu_hours")),
+                "steps": _number_or_none(entry.get("steps")),
+                "gpu_hours": _number_or_none(entry.get("gpu_hours")),
                 "measured": printable_text(str(entry.get("measured")))[:_LONGEST],
                 "source": printable_text(str(entry.get("source")))[:_LONGEST],
                 "own_first": values[0] if values else None,
@@ -46,7 +46,7 @@ def published(run: Run) -> list[PublishedCurve]:
     return found
 
 
-def sentence(entry: PublishedCurve) -> str:
+def curve_sentence(entry: PublishedCurve) -> str:
     """Return one published curve beside the run, as the end table says it.
 
     Example:
@@ -55,7 +55,7 @@ def sentence(entry: PublishedCurve) -> str:
         ...           "own_last": 0.41, "own_steps": 60, "tiny": False})
         'ocr 0.34 → 0.8 in 600 RL steps (MD #239; batches); this run: 0.34 → 0.41 after 60'
     """
-    after = _after(entry)
+    after = _training_effort(entry)
     text = f"{entry['reward']} {entry['first']:.3g} → {entry['last']:.3g}"
     text += f" in {', '.join(after)}" if after else ""
     text += f" ({entry['source']}; {entry['measured']})"
@@ -66,16 +66,16 @@ def sentence(entry: PublishedCurve) -> str:
     return text + (", a tiny random build: no comparison" if entry["tiny"] else "")
 
 
-def _figure(value: object) -> float | None:
+def _number_or_none(value: object) -> float | None:
     return float(value) if is_number(value) else None
 
 
-def _after(entry: PublishedCurve) -> list[str]:
+def _training_effort(entry: PublishedCurve) -> list[str]:
     took = ((entry["steps"], "RL steps"), (entry["gpu_hours"], "GPU-hours"))
     return [f"{figure:g} {unit}" for figure, unit in took if figure is not None]
 
 
-def _rewards(run: Run) -> set[str]:
+def _reward_names(run: Run) -> set[str]:
     reward = run.config.get("reward")
     rewards = reward.get("rewards") if isinstance(reward, dict) else None
     return {str(name) for name in rewards} if isinstance(rewards, dict) else set()

@@ -81,11 +81,11 @@ class Refused:
     first: str = ""
     """Line number and fault of the first malformed line."""
 
-    def add(self, line: int, why: str) -> None:
+    def add_line(self, line: int, why: str) -> None:
         self.count += 1
         self.first = self.first or f"line {line}: {' '.join(why.split())[:200]}"
 
-    def warn(self, path: Path, warnings: list[str]) -> None:
+    def add_warning(self, path: Path, warnings: list[str]) -> None:
         """Add a warning if lines were left out."""
         if self.count:
             warnings.append(
@@ -93,7 +93,7 @@ class Refused:
             )
 
 
-def parse(line: bytes) -> Row:
+def parse_row(line: bytes) -> Row:
     """Return the JSON object of a line. Its keys share memory with those of other lines.
 
     Raises:
@@ -116,7 +116,7 @@ def lines_of(path: Path, refused: Refused) -> Iterator[tuple[int, Row]]:
     except FileNotFoundError:
         return
     except OSError as error:
-        refused.add(0, error.strerror or str(error))
+        refused.add_line(0, error.strerror or str(error))
         return
     with file:
         number, inside = 0, False
@@ -125,38 +125,38 @@ def lines_of(path: Path, refused: Refused) -> Iterator[tuple[int, Row]]:
             cut = not line.endswith(b"\n") and len(line) == _LONGEST
             if inside or cut:
                 if not inside:
-                    refused.add(number, f"longer than {_LONGEST} bytes")
+                    refused.add_line(number, f"longer than {_LONGEST} bytes")
                 inside = cut
                 continue
             if not line.strip():
                 continue
             try:
-                yield number, parse(line)
+                yield number, parse_row(line)
             except (
                 ValueError
             ) as error:  # includes UnicodeDecodeError: a multi-byte character cut in two
-                refused.add(number, str(error))
+                refused.add_line(number, str(error))
 
 
 class JsonlTail:
-    """Reader of a growing JSONL file. Each call of `read` returns the lines completed since the
+    """Reader of a growing JSONL file. Each call of `read_new_rows` returns the lines completed since the
     last call."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._start()
+        self._rewind_file()
 
-    def _start(self) -> None:
+    def _rewind_file(self) -> None:
         self._offset, self._rest, self._inside = 0, b"", False
         """Bytes read, the line that is not complete yet, and whether that line is too long."""
 
-    def read(self) -> list[Row]:
+    def read_new_rows(self) -> list[Row]:
         """Return new whole lines, oldest first; none for an absent or unreadable file. A file
         that shrank is read from its beginning. Lines that are torn or too long are left out."""
         rows: list[Row] = []
         with suppress(OSError), open_own(self.path) as file:  # absent, or no file that may be read
             if os.fstat(file.fileno()).st_size < self._offset:
-                self._start()
+                self._rewind_file()
             file.seek(self._offset)
             while piece := file.readline(_LONGEST):
                 self._offset += len(piece)
@@ -166,7 +166,7 @@ class JsonlTail:
                 self._rest = b"" if ends or too_long else line
                 if ends and not too_long:
                     with suppress(ValueError):  # a crash tore it, or it is empty
-                        rows.append(parse(line))
+                        rows.append(parse_row(line))
         return rows
 
 
@@ -184,7 +184,7 @@ class SpanFiles:
 
     def __iter__(self) -> Iterator[Span]:
         for file in self.files:
-            yield from _spans(file, self.offsets, Refused(), [])
+            yield from _read_spans(file, self.offsets, Refused(), [])
 
 
 @dataclass(frozen=True)
@@ -218,17 +218,17 @@ class Run:
         schedule = self.config.get("schedule")
         return int(isinstance(schedule, Mapping) and schedule.get("async_steps", 0) != 0)
 
-    def column(self, key: str, kind: str = "step") -> tuple[list[int], list[float]]:
+    def column_of(self, key: str, kind: str = "step") -> tuple[list[int], list[float]]:
         """Return (rl_steps, values) of the lines that carry a number under `key`."""
         rows = self.steps if kind == "step" else self.evals
         pairs = [(int(row["rl_step"]), float(row[key])) for row in rows if is_number(row.get(key))]
         return [step for step, _ in pairs], [value for _, value in pairs]
 
-    def names(self, prefix: str) -> list[str]:
+    def metric_names(self, prefix: str) -> list[str]:
         """Sorted keys of the step lines that begin with `prefix` (for example "reward/")."""
         return sorted({key for row in self.steps for key in row if key.startswith(prefix)})
 
-    def attempts(self) -> list[list[Row]]:
+    def attempt_events(self) -> list[list[Row]]:
         """Return the events of each attempt. A trainer's start or resume opens an attempt if no
         launcher did."""
         return split_attempts(self.events)
@@ -286,15 +286,15 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         raise FileNotFoundError(
             f"run={path}: is the directory of a plan; name that of a run (with make: RUN=...)."
         )
-    steps, evals = _latest(_checked(path / METRICS, _Metric, warnings))
-    files = [tuple(_checked(file, _Event, warnings)) for file in event_files(path)]
+    steps, evals = _latest_rows(_valid_rows(path / METRICS, _Metric, warnings))
+    files = [tuple(_valid_rows(file, _Event, warnings)) for file in event_files(path)]
     events = files[0]
     if len(files) > 1:  # of several machines
         events = tuple(sorted(itertools.chain(*files), key=_time_of))
     starts = [float(attempt[0]["time"]) for attempt in split_attempts(events)]
     offsets = tuple(start - starts[0] for start in starts) or (0.0,)
     spans = SpanFiles(tuple(files_of(path, SPANS, "rank-*.jsonl")), offsets)
-    seconds, ends = _survey(spans, warnings)
+    seconds, ends = _survey_spans(spans, warnings)
     return Run(path, config, steps, evals, events, spans, seconds, ends, tuple(warnings))
 
 
@@ -315,7 +315,7 @@ def _read_config(path: Path, warnings: list[str]) -> Row:
     return config
 
 
-def _checked(path: Path, fields: type[_Row], warnings: list[str]) -> Iterator[Row]:
+def _valid_rows(path: Path, fields: type[_Row], warnings: list[str]) -> Iterator[Row]:
     """Yield the rows of a file whose known fields are valid."""
     refused = Refused()
     for number, row in lines_of(path, refused):
@@ -323,17 +323,19 @@ def _checked(path: Path, fields: type[_Row], warnings: list[str]) -> Iterator[Ro
             fields.model_validate(row)
         except ValidationError as error:
             wrong = error.errors(include_url=False)[0]
-            refused.add(number, f"{wrong['loc'][0]} = {str(wrong['input'])[:40]!r}: {wrong['msg']}")
+            refused.add_line(
+                number, f"{wrong['loc'][0]} = {str(wrong['input'])[:40]!r}: {wrong['msg']}"
+            )
         else:
             yield row
-    refused.warn(path, warnings)
+    refused.add_warning(path, warnings)
 
 
 def _time_of(row: Row) -> float:
     return float(row["time"]) if is_number(row.get("time")) else 0.0
 
 
-def _latest(metrics: Iterable[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+def _latest_rows(metrics: Iterable[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
     """Return (step lines, eval lines), each by rising rl_step.
 
     A resumed run goes back to its checkpoint and writes some rl_steps again. Such a line replaces
@@ -359,7 +361,7 @@ def append_step(rows: list[Row], row: Row) -> None:
     rows.append(row)
 
 
-def _survey(
+def _survey_spans(
     spans: SpanFiles, warnings: list[str]
 ) -> tuple[Mapping[tuple[str, int], Mapping[str, float]], Mapping[int, float]]:
     """Read every span once; return `Run.seconds` and `Run.step_ends`. Add warnings about lines that
@@ -368,14 +370,14 @@ def _survey(
     ends = dict[int, float]()
     for file in spans.files:
         refused, left_out = Refused(), list[tuple[tuple[str, int], Row]]()
-        for span in _spans(file, spans.offsets, refused, left_out):
+        for span in _read_spans(file, spans.offsets, refused, left_out):
             seconds[span.role, span.rank][label_of(span)] += span.seconds
-            if finishes(span):
+            if extends_step(span):
                 ends[span.step] = max(ends.get(span.step, 0.0), span.end)
         for place, sums in left_out:
             for label, spent in sums.items():
                 seconds[place][label] += spent
-        refused.warn(file, warnings)
+        refused.add_warning(file, warnings)
     return seconds, ends
 
 
@@ -384,7 +386,7 @@ def label_of(span: Span) -> str:
     return f"wait {span.args['cause']}" if span.stage == "wait" else span.stage
 
 
-def finishes(span: Span) -> bool:
+def extends_step(span: Span) -> bool:
     """Return whether a trainer's part of an RL step lasts at least until this span's end."""
     return (
         span.role == "trainer"
@@ -396,7 +398,7 @@ def finishes(span: Span) -> bool:
 _LABELS = {*STAGES, *(f"wait {cause}" for cause in WAIT_CAUSES)} - {"wait"}
 
 
-def _spans(
+def _read_spans(
     path: Path,
     offsets: Sequence[float],
     refused: Refused,
@@ -421,7 +423,7 @@ def _spans(
                 continue
             span = Span.from_dict(row)
         except (ValueError, TypeError, OverflowError, AttributeError, KeyError) as error:
-            refused.add(number, f"{type(error).__name__}: {error}")
+            refused.add_line(number, f"{type(error).__name__}: {error}")
             continue
         if span.end < previous - 1.0 and attempt + 1 < len(offsets):
             attempt += 1

@@ -20,9 +20,9 @@ from digenrl.record.run_dir import (
     RESTART,
     UNWRITTEN,
 )
-from digenrl.report.published import published
+from digenrl.report.published import published_curves
 from digenrl.report.read_run import Run, is_number
-from digenrl.report.stages import memory, stages
+from digenrl.report.stages import compare_memory, compare_stages
 from digenrl.report.summary_record import Planned, Summary
 
 GROUPS = ("trained", "zero_variance", "surplus", "missing_reward")
@@ -31,61 +31,61 @@ GROUPS = ("trained", "zero_variance", "surplus", "missing_reward")
 
 def build_summary(run: Run, warnings: Sequence[str] = ()) -> Summary:
     """Return the content of summary.json, with `warnings` after those of the files."""
-    status, cause = outcome(run)
-    samples, seconds, graphs = (run.column(key)[1] for key in ("samples", "step_s", "graphs"))
+    status, cause = run_outcome(run)
+    samples, seconds, graphs = (run.column_of(key)[1] for key in ("samples", "step_s", "graphs"))
 
-    def edge(key: str, index: int, kind: str = "step") -> float | None:
-        values = run.column(key, kind)[1]
+    def edge_value(key: str, index: int, kind: str = "step") -> float | None:
+        values = run.column_of(key, kind)[1]
         return values[index] if values else None
 
     return {
-        "experiment": experiment(run),
+        "experiment": experiment_of(run),
         "status": status,
         "cause": cause,
         "rl_steps": int(run.steps[-1]["rl_step"]) if run.steps else 0,
-        "attempts": max(1, len(run.attempts())),
+        "attempts": max(1, len(run.attempt_events())),
         "wall_s": wall_seconds(run),
-        "step_s": _median(run, "step_s"),
+        "step_s": _median_value(run, "step_s"),
         "samples_per_s": sum(samples) / sum(seconds) if sum(samples) and sum(seconds) else None,
-        "reward_first": edge("reward", 0),
-        "reward_last": edge("reward", -1),
-        "heldout_first": edge("heldout", 0, "eval"),
-        "heldout_last": edge("heldout", -1, "eval"),
-        "diversity_ratio": edge("diversity_ratio", -1, "eval"),
-        "nn_distance_first": edge("nn_distance", 0, "eval"),
-        "nn_distance_last": edge("nn_distance", -1, "eval"),
-        "first_ratio_max_dev": edge("first_ratio_max_dev", 0),
+        "reward_first": edge_value("reward", 0),
+        "reward_last": edge_value("reward", -1),
+        "heldout_first": edge_value("heldout", 0, "eval"),
+        "heldout_last": edge_value("heldout", -1, "eval"),
+        "diversity_ratio": edge_value("diversity_ratio", -1, "eval"),
+        "nn_distance_first": edge_value("nn_distance", 0, "eval"),
+        "nn_distance_last": edge_value("nn_distance", -1, "eval"),
+        "first_ratio_max_dev": edge_value("first_ratio_max_dev", 0),
         "recompiled": sum(int(max(0, b - a)) for a, b in pairwise(graphs)) if graphs else None,
-        "clipped_first": max(run.column("clip_fraction/first")[1], default=None),
+        "clipped_first": max(run.column_of("clip_fraction/first")[1], default=None),
         "staleness_max": max(
-            (int(value) for value in run.column("staleness_max")[1]), default=None
+            (int(value) for value in run.column_of("staleness_max")[1]), default=None
         ),
         "staleness_allowed": run.staleness_allowed,
-        "bubble": bubble(run),
-        "predicted_step_s": _median(run, "predicted_step_s"),
-        "planned": planned(run),
-        "stages": stages(run),
-        "memory": memory(run),
+        "bubble": bubble_seconds(run),
+        "predicted_step_s": _median_value(run, "predicted_step_s"),
+        "planned": planned_run(run),
+        "stages": compare_stages(run),
+        "memory": compare_memory(run),
         "cells": {
-            name: int(sum(run.column(f"cells_{name}")[1])) for name in ("trained", "skipped")
+            name: int(sum(run.column_of(f"cells_{name}")[1])) for name in ("trained", "skipped")
         },
-        "groups": {name: int(sum(run.column(f"groups_{name}")[1])) for name in GROUPS},
+        "groups": {name: int(sum(run.column_of(f"groups_{name}")[1])) for name in GROUPS},
         "prompt_store": prompt_store(run),
-        "dropped": counted(run, "dropped", "reason", "samples", otherwise=1),
-        "published": published(run),
-        "missing": counted(run, "missing", "reward", "samples", otherwise=1),
-        "alarms": suspicions(run),
-        "restarts": max(0, len(run.attempts()) - 1) + len(run.events_of(LOST)),
+        "dropped": count_amounts(run, "dropped", "reason", "samples", otherwise=1),
+        "published": published_curves(run),
+        "missing": count_amounts(run, "missing", "reward", "samples", otherwise=1),
+        "alarms": raised_alarms(run),
+        "restarts": max(0, len(run.attempt_events()) - 1) + len(run.events_of(LOST)),
         "lost": [str(event.get("cause")) for event in run.events_of(LOST)],
         "restarted": [str(event.get("cause")) for event in run.events_of(RESTART)],
-        "unwritten": counted(run, UNWRITTEN, "file", "lines"),
-        "loggers": counted(run, LOGGER, "logger", "failures"),
-        "world": world(run),
-        "warnings": [*run.warnings, *troubles(run), *warnings],
+        "unwritten": count_amounts(run, UNWRITTEN, "file", "lines"),
+        "loggers": count_amounts(run, LOGGER, "logger", "failures"),
+        "world": world_of(run),
+        "warnings": [*run.warnings, *survived_troubles(run), *warnings],
     }
 
 
-def bubble(run: Run) -> dict[str, dict[str, float]]:
+def bubble_seconds(run: Run) -> dict[str, dict[str, float]]:
     """Return role -> cause -> seconds waited, summed over ranks."""
     table: dict[str, Counter[str]] = defaultdict(Counter)
     for (role, _), labels in run.seconds.items():
@@ -96,7 +96,7 @@ def bubble(run: Run) -> dict[str, dict[str, float]]:
     return {role: dict(sorted(causes.items())) for role, causes in sorted(table.items())}
 
 
-def planned(run: Run) -> Planned | None:
+def planned_run(run: Run) -> Planned | None:
     """Return the planner's prediction of the run that it chose: `schedule`, `step_s`, and
     `sync_step_s` of schedule=sync."""
     return next(
@@ -114,7 +114,9 @@ def prompt_store(run: Run) -> dict[str, int] | None:
     return {"encoded": encoded, "reused": max(0, texts - encoded)} if events else None
 
 
-def counted(run: Run, kind: str, name: str, amount: str, otherwise: int = 0) -> dict[str, int]:
+def count_amounts(
+    run: Run, kind: str, name: str, amount: str, otherwise: int = 0
+) -> dict[str, int]:
     """Return the sums of `amount` over the events of `kind`, by their `name`. An event without an
     amount counts as `otherwise`."""
     counts: Counter[str] = Counter()
@@ -123,16 +125,16 @@ def counted(run: Run, kind: str, name: str, amount: str, otherwise: int = 0) -> 
     return dict(sorted(counts.items()))
 
 
-def troubles(run: Run) -> list[str]:
+def survived_troubles(run: Run) -> list[str]:
     """Return each trouble that the run survived once: warnings, failed checkpoints, gaps in
     records, failed loggers."""
     told = [str(event.get("message")) for event in run.events_of("warning")]
     told += [str(event.get("cause")) for event in run.events_of(CHECKPOINT_FAILED)][-1:]
     failed = reversed(run.events_of(UNWRITTEN, LOGGER))  # of each file and logger the first counts
     causes = {str(event.get("file", event.get("logger"))): event.get("cause") for event in failed}
-    for file, lines in counted(run, UNWRITTEN, "file", "lines").items():
+    for file, lines in count_amounts(run, UNWRITTEN, "file", "lines").items():
         told.append(f"{file} lacks {lines} line(s) that could not be written: {causes.get(file)}")
-    for name, failures in counted(run, LOGGER, "logger", "failures").items():
+    for name, failures in count_amounts(run, LOGGER, "logger", "failures").items():
         told.append(
             f"logger {name} failed {failures} time(s), first: {causes.get(name)}; {METRICS} "
             "has everything"
@@ -140,7 +142,7 @@ def troubles(run: Run) -> list[str]:
     return list(dict.fromkeys(told))
 
 
-def suspicions(run: Run) -> list[str]:
+def raised_alarms(run: Run) -> list[str]:
     """Return the messages of alarms that the last evaluation raised (reward hacking, collapsed
     rewards)."""
     last = run.evals[-1]["rl_step"] if run.evals else None
@@ -149,17 +151,17 @@ def suspicions(run: Run) -> list[str]:
     ]
 
 
-def experiment(run: Run) -> str:
+def experiment_of(run: Run) -> str:
     """Return the name of the run's experiment: from the config, or else from the directory's
     parent."""
     name = run.config.get("experiment_name") or run.config.get("experiment")
     return name if isinstance(name, str) else run.path.resolve().parent.name
 
 
-def outcome(run: Run) -> tuple[str, str | None]:
+def run_outcome(run: Run) -> tuple[str, str | None]:
     """Return (status, cause) of the last attempt, from its end event or else from the trainers'
     events."""
-    last = (event for attempt in run.attempts()[-1:] for event in attempt)
+    last = (event for attempt in run.attempt_events()[-1:] for event in attempt)
     by_kind = {event["kind"]: event for event in last if "kind" in event}
     if END in by_kind:
         return str(by_kind[END].get("status")), by_kind[END].get("cause")
@@ -168,7 +170,7 @@ def outcome(run: Run) -> tuple[str, str | None]:
     if "stop" in by_kind:
         cause = by_kind["stop"].get("cause")
         return ("stopped", str(cause)) if cause else ("completed", None)
-    seen = max(_times(run), default=None)
+    seen = max(_event_times(run), default=None)
     ago = f", last sign of life {time.time() - seen:.0f} s ago" if seen is not None else ""
     return "unfinished", f"it goes on, or its launcher was killed{ago}"
 
@@ -176,8 +178,8 @@ def outcome(run: Run) -> tuple[str, str | None]:
 def wall_seconds(run: Run) -> float | None:
     """Return the seconds from the first to the last sign of life, summed over attempts without the
     pauses between them."""
-    starts = [attempt[0]["time"] for attempt in run.attempts()]
-    times = sorted(_times(run))
+    starts = [attempt[0]["time"] for attempt in run.attempt_events()]
+    times = sorted(_event_times(run))
     if not times:
         return None
     edges = [*(starts or times[:1]), float("inf")]
@@ -188,7 +190,7 @@ def wall_seconds(run: Run) -> float | None:
     return total
 
 
-def world(run: Run) -> dict[str, int]:
+def world_of(run: Run) -> dict[str, int]:
     """Return role -> ranks, from the launcher's event or else from the spans."""
     for event in reversed(run.events_of(LAUNCH, END)):
         if "world" in event:
@@ -196,11 +198,11 @@ def world(run: Run) -> dict[str, int]:
     return dict(sorted(Counter(role for role, _ in run.seconds).items()))
 
 
-def _times(run: Run) -> list[float]:
+def _event_times(run: Run) -> list[float]:
     rows = (*run.steps, *run.evals, *run.events)
     return [float(row["time"]) for row in rows if is_number(row.get("time"))]
 
 
-def _median(run: Run, key: str) -> float | None:
-    values = run.column(key)[1]
+def _median_value(run: Run, key: str) -> float | None:
+    values = run.column_of(key)[1]
     return median(values) if values else None

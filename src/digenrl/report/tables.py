@@ -9,15 +9,15 @@ from rich.table import Table
 from rich.text import Text
 
 from digenrl.record.run_dir import printable_text
-from digenrl.report.alarms import alarms
-from digenrl.report.published import NONE_KNOWN, sentence
+from digenrl.report.alarms import find_alarms
+from digenrl.report.published import NONE_KNOWN, curve_sentence
 from digenrl.report.read_run import is_number
 from digenrl.report.summary_record import Planned, StageSeconds, Summary
 
 DASH = "-"
 
 
-def number(value: object, digits: int = 3) -> str:
+def format_number(value: object, digits: int = 3) -> str:
     """Return a figure with a sensible number of digits; a dash for None."""
     if not is_number(value):
         return DASH
@@ -30,7 +30,7 @@ def number(value: object, digits: int = 3) -> str:
     return f"{value:.{digits}f}" if abs(value) < 100 else f"{value:.1f}"
 
 
-def duration(seconds: object) -> str:
+def format_duration(seconds: object) -> str:
     """Return a duration in words, such as 8.4 s, 2 min 05 s, 3 h 07 min."""
     if not is_number(seconds):
         return DASH
@@ -42,12 +42,12 @@ def duration(seconds: object) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def change(summary: Mapping[str, object], key: str) -> str:
+def format_change(summary: Mapping[str, object], key: str) -> str:
     """Return "first -> last" of a figure."""
-    return f"{number(summary[f'{key}_first'])} → {number(summary[f'{key}_last'])}"
+    return f"{format_number(summary[f'{key}_first'])} → {format_number(summary[f'{key}_last'])}"
 
 
-def ratios(stages: Mapping[str, StageSeconds]) -> list[tuple[float, str, float]]:
+def stage_ratios(stages: Mapping[str, StageSeconds]) -> list[tuple[float, str, float]]:
     """Return (distance from 1, stage, measured / planned seconds) of each stage with both."""
     found = [
         (stage, entry["measured_s"] / entry["planned_s"])
@@ -57,44 +57,44 @@ def ratios(stages: Mapping[str, StageSeconds]) -> list[tuple[float, str, float]]
     return [(max(ratio, 1 / ratio), stage, ratio) for stage, ratio in found]
 
 
-def facts(summary: Summary) -> list[tuple[str, str]]:
+def key_figures(summary: Summary) -> list[tuple[str, str]]:
     """Return (name, figure) for the first page. Figures that the run did not record are left
     out."""
     waits = sorted(
         ((seconds, f"{role}: {cause.replace('_', ' ')}") for role, causes in summary["bubble"].items()  # noqa: E501
          for cause, seconds in causes.items() if cause != "startup"), reverse=True,
     )  # fmt: skip
-    largest = f"{waits[0][1]}, {duration(waits[0][0])}" if waits else DASH
+    largest = f"{waits[0][1]}, {format_duration(waits[0][0])}" if waits else DASH
     planned: Planned = summary["planned"] or {}
     sync = planned.get("sync_step_s")
-    gain = f"{sync / planned['step_s']:.2f} x {duration(sync)}, predicted" if sync else DASH
+    gain = f"{sync / planned['step_s']:.2f} x {format_duration(sync)}, predicted" if sync else DASH
     world = " + ".join(f"{count} {role}" for role, count in summary["world"].items())
     gib = [
-        (role, *(number(held[key], 1) for key in ("planned_gib", "peak_gib")))
+        (role, *(format_number(held[key], 1) for key in ("planned_gib", "peak_gib")))
         for role, held in summary["memory"].items()
     ]
     curves = summary["published"]
-    apart = max(ratios(summary["stages"]), default=None)
+    apart = max(stage_ratios(summary["stages"]), default=None)
     rows = [
         ("RL steps", str(summary["rl_steps"])),
-        ("reward", change(summary, "reward")),
-        *(("published", sentence(entry)) for entry in curves),
+        ("reward", format_change(summary, "reward")),
+        *(("published", curve_sentence(entry)) for entry in curves),
         *(() if curves else (("published", NONE_KNOWN),)),
-        ("held-out score", change(summary, "heldout")),
-        ("diversity / real data", number(summary["diversity_ratio"])),
-        ("nearest real sample", change(summary, "nn_distance")),
-        ("wall time", duration(summary["wall_s"])),
-        ("RL step, median", duration(summary["step_s"])),
-        ("predicted", duration(summary["predicted_step_s"])),
+        ("held-out score", format_change(summary, "heldout")),
+        ("diversity / real data", format_number(summary["diversity_ratio"])),
+        ("nearest real sample", format_change(summary, "nn_distance")),
+        ("wall time", format_duration(summary["wall_s"])),
+        ("RL step, median", format_duration(summary["step_s"])),
+        ("predicted", format_duration(summary["predicted_step_s"])),
         ("faster than schedule=sync", gain),
         *((f"memory, {role}", f"planned {p} GiB, peak {q}") for role, p, q in gib if q != DASH),
         ("furthest from plan", f"{apart[1]}, {apart[2]:.2f} x" if apart else DASH),
-        ("samples / s", number(summary["samples_per_s"], 1)),
+        ("samples / s", format_number(summary["samples_per_s"], 1)),
         ("ranks", world or DASH),
         ("largest bubble", largest),
-        ("first |ratio - 1|", number(summary["first_ratio_max_dev"])),
-        ("staleness, at most", number(summary["staleness_max"])),
-        ("graphs compiled after step 1", number(summary["recompiled"])),
+        ("first |ratio - 1|", format_number(summary["first_ratio_max_dev"])),
+        ("staleness, at most", format_number(summary["staleness_max"])),
+        ("graphs compiled after step 1", format_number(summary["recompiled"])),
     ]
     return [(name, text) for name, text in rows if text not in (DASH, f"{DASH} → {DASH}")]
 
@@ -108,9 +108,9 @@ def final_table(summary: Summary) -> RenderableType:
         ),
         show_header=False,
     )
-    for name, text in facts(summary):
+    for name, text in key_figures(summary):
         table.add_row(Text(printable_text(name), style="dim"), Text(printable_text(text)))
-    told = [*alarms(summary), *summary["warnings"]]
+    told = [*find_alarms(summary), *summary["warnings"]]
     if summary["status"] == "stopped" and summary["cause"]:
         told.insert(0, f"Stopped: {summary['cause']}.")
     return Group(table, *(Text(f"! {printable_text(line)}", style="yellow") for line in told))

@@ -32,7 +32,7 @@ from pydantic import (
 )
 from torch import Tensor
 
-from digenrl.images import ROLES, ImageError, ImageLimits, PromptImage, digest_of, examine
+from digenrl.images import ROLES, ImageError, ImageLimits, PromptImage, check_image, digest_of
 from digenrl.rewards.protocol import Identity
 from digenrl.types import Prompt
 
@@ -202,7 +202,7 @@ def encode_request(
         media = media.clamp(0, 1).mul(255).round()
     tensor = media.detach().to("cpu", WIRE_DTYPES[dtype]).contiguous()
     sent = {image.digest: image for prompt in prompts for image in prompt.images} if images else {}
-    files = {digest: image.content() for digest, image in sent.items()}
+    files = {digest: image.read_content() for digest, image in sent.items()}
     document = {
         "protocol": 1,
         "request_id": request_id,
@@ -280,7 +280,7 @@ def decode_prompts(
             content = found[digest]
             if digest_of(content) != digest:
                 raise ImageError(f"image {digest[:64]} is not what its digest says.")
-            examine(content, ImageLimits(max_pixels=max_pixels))
+            check_image(content, ImageLimits(max_pixels=max_pixels))
             return PromptImage(role, digest, len(content), data=content)
         except ImageError as error:
             raise FrameError(f"The image {digest!r} {error}") from error

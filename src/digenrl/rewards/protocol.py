@@ -205,7 +205,7 @@ def require_images(prompts: Sequence[Prompt], *roles: str) -> None:
 @lru_cache(maxsize=64)
 def _fitted_picture(image: PromptImage, height: int, width: int) -> Tensor:
     try:
-        picture = np.asarray(image.fitted(height, width), dtype=np.float32)
+        picture = np.asarray(image.fit_to_size(height, width), dtype=np.float32)
     except ImageError as error:
         raise RewardError(str(error)) from error
     return torch.from_numpy(picture / 255.0).movedim(-1, 0)

@@ -118,7 +118,7 @@ class Guard:
     """Check of the token, and every refusal as JSON, around the handlers of a service.
 
     Args:
-        token: bearer token that requests must carry; None = no token (loopback only, see `serve`).
+        token: bearer token that requests must carry; None = no token (loopback only, see `serve_rewards`).
     """
 
     def __init__(self, token: str | None) -> None:
@@ -253,7 +253,7 @@ class RewardService(Guard):
     async def _read_frame(
         self, request: Request, raw: bytearray, expected: int
     ) -> tuple[frames.ScoreRequest, bytearray]:
-        """Read the frame of a request into `raw`. See `_read`."""
+        """Read the frame of a request into `raw`. See `_read_request`."""
         limit = expected
         async for chunk in request.stream():
             if self._reading + len(chunk) > limit * self.limits.max_pending:

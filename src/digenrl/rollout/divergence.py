@@ -90,7 +90,7 @@ def measure_divergence(
         batches: conditioning and noise of the rows, as `rollout.engine.fixed_batches` yields them
             for the noise stream `STREAM`.
         sigmas: [T+1], the grid of rollouts.
-        before_forward: as in `trajectories`.
+        before_forward: as in `noisy_trajectories`.
     """
     found = [
         noisy_trajectories(policy, condition, sigmas, draw, before_forward=before_forward)[1]

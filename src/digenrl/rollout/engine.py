@@ -87,7 +87,7 @@ def ode_samples(
     steps: int | None = None,
     before_step: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Media as in `Pictures`; arguments as in `RolloutEngine.evaluate`."""
+    """Media as in `Pictures`; arguments as in `RolloutEngine.evaluate_prompts`."""
     grid = policy.sigma_grid(steps or sampling.eval_steps or sampling.steps)
     batches = fixed_batches(policy, sampling, prompts, samples_per_prompt, seed, EVAL_STREAM)
     sample = partial(

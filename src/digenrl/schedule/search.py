@@ -281,7 +281,7 @@ class _Search:
         begin, now, lent, inside, loans = point
         state, done_by, tasks, needs = self.state, self._done_by, len(self._done_by), self._needs
         for fragment in range(begin, len(needs)):
-            # As `ready` and `train`, without a point for every fragment: most time is spent here.
+            # As `ready` and `train_fragment`, without a point for every fragment: most time is spent here.
             # I6: a ready fragment leaves no wait, so nothing is lent before it is trained.
             need, ready = needs[fragment], state.fragment_ready[fragment]
             own = need - inside
@@ -336,7 +336,7 @@ class LendingMonitor:
     """Compares predictions with what happened, and switches TAG off when its error exceeds its gain
     (I6).
 
-    Call `record` with the first loan of each RL step: the prediction of that loan spans the whole
+    Call `record_loan` with the first loan of each RL step: the prediction of that loan spans the whole
     step.
     """
 

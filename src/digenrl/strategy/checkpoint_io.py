@@ -203,7 +203,7 @@ class DirectoryCheckpointIO(CheckpointIO):
         execute.
 
         Raises:
-            CheckpointError: see `verify`.
+            CheckpointError: see `verify_checkpoint`.
         """
         verify_checkpoint(Path(path))
         return read_checkpoint(Path(path))
@@ -222,7 +222,7 @@ def read_checkpoint(
     mapped into memory, so that a tensor takes memory when it is used.
 
     Args:
-        group: of the ranks that read it together, as in `DirectoryCheckpointIO.begin`.
+        group: of the ranks that read it together, as in `DirectoryCheckpointIO.begin_writing`.
         room: where tensors are read to.
 
     Raises:

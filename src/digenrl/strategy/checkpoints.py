@@ -49,7 +49,7 @@ class Checkpoints:
         """The checkpoint that is being written, or None."""
 
     def begin_writing(self, checkpoint: dict[str, Any], path: Path) -> None:
-        """Begin to write `checkpoint` as `path`; `wait` reports the result.
+        """Begin to write `checkpoint` as `path`; `wait_until_written` reports the result.
 
         Raises:
             OSError: the checkpoint before could not be written.

@@ -75,7 +75,7 @@ class PublishedCopy:
 
 
 class Publisher:
-    """A trainer's part in publications. Every trainer calls `begin`, `publish` and
+    """A trainer's part in publications. Every trainer calls `publish_first_version`, `publish` and
     `publish_evaluated` alike.
 
     Args:

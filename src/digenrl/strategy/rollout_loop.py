@@ -32,7 +32,7 @@ def finish_task(
 
 
 class RolloutWorker:
-    """The life of a rollout rank. `run` is in place of Lightning's fit loop."""
+    """The life of a rollout rank. `run_until_done` is in place of Lightning's fit loop."""
 
     def __init__(
         self, runtime: RankRuntime, runner: TaskRunner, evaluation_worker: EvaluationWorker

@@ -102,7 +102,7 @@ class StopVote:
 
     def between_steps(self) -> None:
         """Look between two denoising steps of a task, but seldom: each look is a request. Raises:
-        see `check`."""
+        see `check_for_stop`."""
         if time.monotonic() - self._looked > _SELDOM_S:
             self._looked = time.monotonic()
             self.check_for_stop()
@@ -114,7 +114,7 @@ class StopVote:
         Args:
             pause: called between two looks with the seconds that it may take.
 
-        Raises: see `check`.
+        Raises: see `check_for_stop`.
         """
         rank, others = self._world.rank, self._world.trainers - 1
         # Trainer 0 waits until the others have added 1 each to `arrived`, for each piece so far.
@@ -137,11 +137,11 @@ class StopVote:
             self._control.set("granted", str(self._piece))
 
     def begin_micro_batch(self) -> None:
-        """Begin a micro-batch. Raises: see `check`."""
+        """Begin a micro-batch. Raises: see `check_for_stop`."""
         self.begin_piece() if self._sharded else self.check_for_stop()
 
     def begin_update(self) -> None:
-        """Begin the reduction of an update's gradients. Raises: see `check`."""
+        """Begin the reduction of an update's gradients. Raises: see `check_for_stop`."""
         if not self._sharded:
             self.begin_piece()
 

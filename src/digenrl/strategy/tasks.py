@@ -222,7 +222,7 @@ class TaskRunner:
             self._unsent.popleft().result()
 
     def _prompt_of(self, task: Task) -> Prompt:
-        return self._sampler.batch(task.step)[task.group]
+        return self._sampler.prompts_at(task.step)[task.group]
 
     def generate(
         self, generation: Generation, stage: str = "generate", interrupt: Interrupt | None = None
@@ -275,7 +275,7 @@ class TaskRunner:
         return scored
 
     def send_results(self, made: Made, scored: Future[Trajectory]) -> None:
-        """Send cells and rewards to every trainer as soon as they are scored. `settle` tells what
+        """Send cells and rewards to every trainer as soon as they are scored. `settle_sends` tells what
         went wrong."""
         if made.whole:
             # Only whole tasks: a part of one would look like a fast rank. The newest weighs half.
@@ -334,5 +334,7 @@ class TaskRunner:
                 # the step in progress is finished and saved before the run stops
                 self._control.request_stop(trouble)
             sent.set_result(None)
-        except BaseException as error:  # raised again by `settle`, in the thread that can act on it
+        except (
+            BaseException
+        ) as error:  # raised again by `settle_sends`, in the thread that can act on it
             sent.set_exception(error)

@@ -21,7 +21,7 @@ _LEVEL = 1
 
 
 def encode_difference(data: Tensor, base: Tensor) -> tuple[Tensor, dict[str, int]]:
-    """Return the bytes that turn `base` into `data`, and what `restored` must know of them.
+    """Return the bytes that turn `base` into `data`, and what `apply_difference` must know of them.
 
     Args:
         data, base: uint8 of one even length.
@@ -36,7 +36,7 @@ def encode_difference(data: Tensor, base: Tensor) -> tuple[Tensor, dict[str, int
 
 
 def apply_difference(payload: Tensor, facts: dict[str, int], base: Tensor) -> Tensor:
-    """Invert `difference`.
+    """Invert `encode_difference`.
 
     Raises:
         ValueError, zlib.error: `payload` is no difference to bytes of this length.

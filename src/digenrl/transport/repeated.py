@@ -32,7 +32,7 @@ class Repeated:
     def drop_repeated(
         self, tensors: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors that must travel, and what `completed` must know."""
+        """Return the tensors that must travel, and what `restore_repeated` must know."""
         left, known = dict(tensors), dict[str, str]()
         for name in _condition_names(tensors):
             digest = _tensor_digest(tensors[name])
@@ -50,7 +50,7 @@ class Repeated:
     def restore_repeated(
         self, left: Mapping[str, Tensor], facts: Mapping[str, Any]
     ) -> dict[str, Tensor]:
-        """Invert `without`.
+        """Invert `drop_repeated`.
 
         Raises:
             KeyError: `left` lacks what this end does not know.

@@ -12,7 +12,7 @@ digest is sent, because rollouts have the weights already.
 
 A version is sent in buckets of consecutive parameters, so that copying, hashing, sending and
 checking overlap. The last message carries the digest; without it nothing is adopted. Both sides
-first compare a digest of names, shapes and dtypes (`table`).
+first compare a digest of names, shapes and dtypes (`layout_digest`).
 """  # noqa: E501
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_BUCKETS = 32
 """Most buckets of a version: fewer than a link queues for a peer, so that a slow peer does not hold
 up the trainer."""
 _PIECE_BYTES = 16 << 20
-"""Bytes of a parameter that `attest` reads at once."""
+"""Bytes of a parameter that `compute_digest` reads at once."""
 _ALIGNMENT = 64
 """Alignment of a tensor within its bucket, in bytes, as torch allocates. Kernels then take the same
 path on every rank."""
@@ -105,7 +105,7 @@ def layout_digest(parameters: Mapping[str, Tensor]) -> str:
 
 
 def plan_buckets(parameters: Mapping[str, Tensor]) -> list[Bucket]:
-    """Return which parameters are sent together. The plan depends only on what `table` covers.
+    """Return which parameters are sent together. The plan depends only on what `layout_digest` covers.
 
     A bucket is filled up to a power of two. torch allocates pinned memory in such sizes, so the
     next version can reuse the blocks of the one before.
@@ -173,7 +173,7 @@ def publish(
     """Copy `parameters` and send them as version `number`.
 
     When this returns, the copy is complete. Later optimizer steps cannot change it, however slow
-    the link is. With sharded parameters this is a collective: every other trainer calls `attest`.
+    the link is. With sharded parameters this is a collective: every other trainer calls `compute_digest`.
 
     Args:
         routes: rank that gets the version from here -> ranks to which it passes the version on.

@@ -51,7 +51,7 @@ def test_eval(run: Path) -> None:
     """The CPU's pictures of the base and of the checkpoint, scored alike."""
     words = [f"run={run}", "callbacks.evaluation.samples_per_prompt=2"]
     with on_the_device():
-        result = evaluate.evaluate(*read_arguments(evaluate.EvaluateKeys, words, others=True))
+        result = evaluate.evaluate_run(*read_arguments(evaluate.EvaluateKeys, words, others=True))
     assert result["base"]["samples"] == result["last"]["samples"] == 4
     assert result["last"]["reward"] != result["base"]["reward"]
 

@@ -23,14 +23,14 @@ class Told:
     def __init__(self, *objects: tuple[str, str, float, float]) -> None:
         self.objects = objects
 
-    def find(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
+    def find_objects(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
         return [
             Detection(label, (left, 0.0, left + 4.0, 4.0), score)
             for label, _, left, score in self.objects
             if label in classes
         ]
 
-    def colours(self, picture: Tensor, found: Sequence[Detection]) -> list[str | None]:
+    def name_colours(self, picture: Tensor, found: Sequence[Detection]) -> list[str | None]:
         named = {left: colour for _, colour, left, _ in self.objects}
         return [named[one.box[0]] for one in found]
 
@@ -39,7 +39,7 @@ def scored(rules: dict[str, Any], *objects: tuple[str, str, float, float], stric
     judge = object.__new__(GenEval)
     judge.strict, judge.threshold, judge.counting = strict, 0.3, 0.3
     judge.detector = Told(*objects)  # type: ignore[assignment]
-    return judge.score(PICTURE, rules)
+    return judge.score_picture(PICTURE, rules)
 
 
 THREE = {

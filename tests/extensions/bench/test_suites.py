@@ -14,7 +14,7 @@ from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcess
 
 from digenrl.extensions.bench.detectors import SceneObjects, TransformersDetector
 from digenrl.extensions.bench.files import KINDS, SuiteError, read_suite, scene_rules
-from digenrl.extensions.bench.geneval import Detection, Detector, relations, verdict
+from digenrl.extensions.bench.geneval import Detection, Detector, find_fault, spatial_relations
 from digenrl.extensions.bench.statistics import Estimate, of_shares, of_values, over_tags
 from reward_models.drawn_scenes import (
     EXTENT,
@@ -38,10 +38,10 @@ class Layout:
             {one.box: c for one, c in zip(objects, colours, strict=False)},
         )
 
-    def find(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
+    def find_objects(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
         return [one for one in self.objects if one.label in classes]
 
-    def colours(self, picture: Tensor, found: Sequence[Detection]) -> list[str | None]:
+    def name_colours(self, picture: Tensor, found: Sequence[Detection]) -> list[str | None]:
         return [self.by_box.get(one.box) for one in found]
 
 
@@ -56,7 +56,7 @@ def true_layout(kinds: Sequence[Kind], places: Tensor) -> Layout:
 
 
 def holds(rules: dict, picture: Tensor, detector: Detector) -> bool:
-    return verdict(rules, picture, detector, 0.3, 0.9) == ""
+    return find_fault(rules, picture, detector, 0.3, 0.9) == ""
 
 
 @pytest.mark.heavy
@@ -111,25 +111,25 @@ def box(x: float, y: float, half: float = 5.0) -> tuple[float, float, float, flo
     ],
 )
 def test_relations_leave_a_tenth_of_both_sizes(x: float, y: float, expected: set[str]) -> None:
-    assert relations(Detection("a", box(x, y)), Detection("b", box(50, 50))) == expected
+    assert spatial_relations(Detection("a", box(x, y)), Detection("b", box(50, 50))) == expected
 
 
 def test_clauses_look_at_the_surest_objects() -> None:
     dogs = [Detection("dog", box(20, 20), 0.95), Detection("dog", box(60, 60), 0.5)]
     layout = Layout(dogs, ["white", "black"])
     one = {"tag": "colors", "include": [{"class": "dog", "count": 1, "color": "black"}]}
-    assert verdict(one, PICTURE, layout, 0.3, 0.9) == "dog: white, expected black"
+    assert find_fault(one, PICTURE, layout, 0.3, 0.9) == "dog: white, expected black"
     two = {"include": [{"class": "dog", "count": 2}], "exclude": [{"class": "dog", "count": 3}]}
-    assert verdict(two | {"tag": "two_object"}, PICTURE, layout, 0.3, 0.9) == ""
-    assert "dog: 1, expected 2" in verdict(two | {"tag": "counting"}, PICTURE, layout, 0.3, 0.9)
+    assert find_fault(two | {"tag": "two_object"}, PICTURE, layout, 0.3, 0.9) == ""
+    assert "dog: 1, expected 2" in find_fault(two | {"tag": "counting"}, PICTURE, layout, 0.3, 0.9)
     many = {
         "tag": "counting",
         "include": [{"class": "dog", "count": 1}],
         "exclude": [{"class": "dog", "count": 2}],
     }
-    assert "fewer than 2" in verdict(many, PICTURE, layout, 0.3, 0.3)
+    assert "fewer than 2" in find_fault(many, PICTURE, layout, 0.3, 0.3)
     under = [{"class": "cat", "count": 1}, {"class": "dog", "count": 1, "position": ["above", 0]}]
-    told = verdict({"tag": "position", "include": under}, PICTURE, layout, 0.3, 0.9)
+    told = find_fault({"tag": "position", "include": under}, PICTURE, layout, 0.3, 0.9)
     assert told == "cat: 0, expected 1; dog: nothing that it could be above"
 
 
@@ -209,13 +209,13 @@ def test_a_detector_of_transformers_is_asked_by_its_directory(tmp_path: Path) ->
     YolosForObjectDetection(config).save_pretrained(tmp_path)
     YolosImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
     detector = TransformersDetector(tmp_path, None, least=0.0, max_overlap=1.0)
-    found = detector.find(
+    found = detector.find_objects(
         torch.rand(3, 40, 48, generator=torch.Generator().manual_seed(0)), ["dog", "computer mouse"]
     )
     assert found
     assert {one.label for one in found} <= {"dog", "computer mouse"}
     assert all(0 <= one.score <= 1 and one.box[0] <= one.box[2] for one in found)
     with pytest.raises(SuiteError, match="knows no class 'zebra'"):
-        detector.find(PICTURE, ["zebra"])
+        detector.find_objects(PICTURE, ["zebra"])
     with pytest.raises(SuiteError, match="name a CLIP model's directory"):
-        detector.colours(PICTURE, found)
+        detector.name_colours(PICTURE, found)

@@ -20,7 +20,7 @@ from digenrl.config.relations.view import View
 from digenrl.config.settings import Settings
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
-from digenrl.extensions.methods.distillation import Distillation, distance
+from digenrl.extensions.methods.distillation import Distillation, transition_distance
 from digenrl.extensions.tasks.digits import DigitsPolicy
 from tests.algorithms.fit import ADAMW
 from tests.algorithms.test_objectives import SHAPE, normal, uniform
@@ -80,9 +80,9 @@ def test_distance_equals_a_loop_over_numbers(divergence: Any) -> None:
             found[b, k] = sum(squares) / len(squares) / (2 * variance)
         return found
 
-    found = distance(mean, target, scale, divergence)
+    found = transition_distance(mean, target, scale, divergence)
     torch.testing.assert_close(found, by_hand(), atol=1e-12, rtol=1e-12)
-    assert float(distance(mean, mean, scale, divergence).abs().max()) == 0.0
+    assert float(transition_distance(mean, mean, scale, divergence).abs().max()) == 0.0
 
 
 def test_the_gaussian_distance_is_the_kl_of_two_normals() -> None:
@@ -90,7 +90,7 @@ def test_the_gaussian_distance_is_the_kl_of_two_normals() -> None:
     deviation = scale.view(3, 2, *[1] * len(SHAPE)).expand_as(mean)
     ours, theirs = (torch.distributions.Normal(each, deviation) for each in (mean, target))
     expected = torch.distributions.kl_divergence(ours, theirs).flatten(2).mean(2)
-    torch.testing.assert_close(distance(mean, target, scale, "gaussian"), expected)
+    torch.testing.assert_close(transition_distance(mean, target, scale, "gaussian"), expected)
 
 
 def test_a_prompt_gets_the_weighted_sum_over_its_own_teachers(tmp_path: Path) -> None:

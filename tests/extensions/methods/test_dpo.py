@@ -12,7 +12,7 @@ from digenrl.algorithms.advantages import Advantage
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.extensions.methods.dpo import DPO, STREAM
 from digenrl.extensions.methods.noise_levels import NoiseLevels
-from digenrl.extensions.methods.noised import noised
+from digenrl.extensions.methods.noised import noise_cells
 from digenrl.types import CellBlock
 from tests.algorithms.fit import ADAMW
 from tests.algorithms.toy_policy import ToyPolicy, batch, roll
@@ -39,10 +39,10 @@ def blocks_of(policy: ToyPolicy) -> list[CellBlock]:
 def errors(policy: ToyPolicy, block: CellBlock) -> tuple[float, float]:
     """Denoising error of the best and the worst sample, with the pair's shared noise."""
     rows = [BEST[block.group], WORST[block.group]]
-    cells = noised(block, rows, [0, 0], 0, STREAM)
+    cells = noise_cells(block, rows, [0, 0], 0, STREAM)
     assert torch.equal(cells.noise[0], cells.noise[1])
     with torch.no_grad():
-        error = ((cells.velocity(policy) - cells.target) ** 2).flatten(1).mean(1)
+        error = ((cells.predict_velocity(policy) - cells.target) ** 2).flatten(1).mean(1)
     return float(error[0]), float(error[1])
 
 

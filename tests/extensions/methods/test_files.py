@@ -25,7 +25,7 @@ from digenrl.diffusion.sde import FlowSDE
 from digenrl.extensions.methods import dpo, sft
 from digenrl.extensions.methods import forward_losses as losses
 from digenrl.extensions.methods.noise_levels import NoiseLevels
-from digenrl.extensions.methods.noised import noised
+from digenrl.extensions.methods.noised import noise_cells
 from digenrl.extensions.tasks.digits import DigitsPolicy, pack_latents
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import SamplingSpec
@@ -100,9 +100,11 @@ def test_fine_tuning_is_the_mean_over_all_cells_and_takes_no_notice_of_rewards()
     blocks = roll(policy, FlowSDE(0.0), NoiseLevels(size=3), storage=torch.float64)
     expected = []
     for block in blocks:
-        cells = noised(block, range(4), range(4), 0, sft.STREAM)
+        cells = noise_cells(block, range(4), range(4), 0, sft.STREAM)
         with torch.no_grad():
-            expected.append(flow_matching_by_hand(cells.velocity(policy), cells.noise, cells.clean))
+            expected.append(
+                flow_matching_by_hand(cells.predict_velocity(policy), cells.noise, cells.clean)
+            )
     module = made(sft.Supervised, policy)
     wanted = float(torch.cat(expected).mean())
     for rewards in (torch.rand(2, 4), torch.zeros(2, 4)):
@@ -120,11 +122,13 @@ def test_offline_dpo_prefers_even_samples_to_odd_ones() -> None:
     blocks = roll(policy, FlowSDE(0.0), NoiseLevels(size=3), storage=torch.float64)
     losses_by_hand = []
     for block in blocks:
-        cells = noised(block, [0, 2, 1, 3], [0, 1, 0, 1], 0, dpo.STREAM)
+        cells = noise_cells(block, [0, 2, 1, 3], [0, 1, 0, 1], 0, dpo.STREAM)
         with torch.no_grad():
-            error = flow_matching_by_hand(cells.velocity(policy), cells.noise, cells.clean)
+            error = flow_matching_by_hand(cells.predict_velocity(policy), cells.noise, cells.clean)
             with policy.adapter.reference():
-                base = flow_matching_by_hand(cells.velocity(policy), cells.noise, cells.clean)
+                base = flow_matching_by_hand(
+                    cells.predict_velocity(policy), cells.noise, cells.clean
+                )
         for pair, k in np.ndindex(2, 3):
             better = float(error[pair, k] - base[pair, k])
             worse = float(error[pair + 2, k] - base[pair + 2, k])

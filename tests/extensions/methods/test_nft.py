@@ -45,13 +45,13 @@ def gradient(module: NFT, item: TrainBatch) -> Tensor:
 def test_schedules_of_verl_omni() -> None:
     """copy; linear_to_0_5: min(0.001*step, 0.5); delayed_linear_to_0_999: 0 before 75, then 0.0075
     a step up to 0.999."""
-    assert OldPolicySchedule(ceiling=0.0).decay(1000) == 0.0
-    assert OldPolicySchedule().decay(100) == pytest.approx(0.1)
-    assert OldPolicySchedule().decay(900) == 0.5
+    assert OldPolicySchedule(ceiling=0.0).decay_after(1000) == 0.0
+    assert OldPolicySchedule().decay_after(100) == pytest.approx(0.1)
+    assert OldPolicySchedule().decay_after(900) == 0.5
     delayed = OldPolicySchedule(75, 0.0075, 0.999)
-    assert delayed.decay(74) == 0.0
-    assert delayed.decay(175) == pytest.approx(0.75)
-    assert delayed.decay(1000) == 0.999
+    assert delayed.decay_after(74) == 0.0
+    assert delayed.decay_after(175) == pytest.approx(0.75)
+    assert delayed.decay_after(1000) == 0.999
     with pytest.raises(ValueError, match="old_policy"):
         OldPolicySchedule(ceiling=1.0)
 

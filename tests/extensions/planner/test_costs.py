@@ -20,11 +20,11 @@ from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.costs import COLLECTIVE_SECONDS, CONNECTION_GB_S, Costs
 from digenrl.extensions.planner.enumeration import step_batches
 from digenrl.extensions.planner.floor import training_floor
-from digenrl.extensions.planner.gpus import GPUS, reaches
-from digenrl.extensions.planner.outcome import SLOWER_GENERATION, evaluate
-from digenrl.extensions.planner.reading import sized
+from digenrl.extensions.planner.gpus import GPUS, efficiency_of
+from digenrl.extensions.planner.outcome import SLOWER_GENERATION, simulate_candidate
+from digenrl.extensions.planner.reading import has_counted_sizes
 from digenrl.extensions.planner.virtual_cluster import Cluster, VirtualRank
-from digenrl.extensions.planner.virtual_run import simulate
+from digenrl.extensions.planner.virtual_run import simulate_steps
 from digenrl.extensions.planner.workload import Workload
 from digenrl.hardware import Hardware, Line, Pool, assign_ranks, parse_hardware
 from digenrl.recompute import Recompute
@@ -71,20 +71,24 @@ def test_gpus_that_differ_by_their_links_compute_alike() -> None:
 
 def test_a_search_keeps_of_a_simulation_its_seconds_alone() -> None:
     costing = Costing(WORK, Hardware((POOL,)))
-    found = costing.candidate(4, 4)
-    quick = evaluate(costing, found, costing.bound(), steps=2)
-    exact = evaluate(costing, found, costing.bound(), exact=True, steps=2)
+    found = costing.make_candidate(4, 4)
+    quick = simulate_candidate(costing, found, costing.step_bound(), steps=2)
+    exact = simulate_candidate(costing, found, costing.step_bound(), exact=True, steps=2)
     assert (quick.result.made, quick.result.trained, quick.result.spans) == ((), (), ())
     assert exact.result.made
     assert exact.result.trained
     assert not exact.result.spans, "nobody asked for them"
-    assert evaluate(costing, found, costing.bound(), exact=True, trace=True, steps=1).result.spans
+    assert simulate_candidate(
+        costing, found, costing.step_bound(), exact=True, trace=True, steps=1
+    ).result.spans
     assert quick.step_s == pytest.approx(exact.step_s, rel=0.05)
 
 
 def test_the_figures_of_an_outcome_fit_each_other() -> None:
     costing = Costing(WORK, Hardware((POOL,)))
-    found = evaluate(costing, costing.candidate(4, 4), costing.bound(), exact=True)
+    found = simulate_candidate(
+        costing, costing.make_candidate(4, 4), costing.step_bound(), exact=True
+    )
     causes = {row["cause"]: row["seconds"] for row in found.limits}
     assert sum(causes.values()) == pytest.approx(found.step_s - found.bound_s)
     assert all(
@@ -103,8 +107,12 @@ def test_the_figures_of_an_outcome_fit_each_other() -> None:
     gpu_s = 8 * found.result.steps * found.step_s
     assert sum(found.bubble.values()) == pytest.approx(waiting / gpu_s)
     assert found.efficiency == pytest.approx(found.bound_s / found.step_s)
-    colocated = evaluate(costing, costing.candidate(8, 0), costing.bound())
-    slow = colocated.simulated(None, "trainer") * colocated.step_s / colocated.simulated()
+    colocated = simulate_candidate(costing, costing.make_candidate(8, 0), costing.step_bound())
+    slow = (
+        colocated.simulated_seconds(None, "trainer")
+        * colocated.step_s
+        / colocated.simulated_seconds()
+    )
     assert colocated.slow_rank_s == pytest.approx(slow)
 
 
@@ -116,7 +124,7 @@ def test_trainers_that_share_weights_generate_as_slowly_as_the_slowest_of_them()
         ([4.0, 5.0, 1.0, 2.0, 9.0], 4, [5.0, 5.0, 5.0, 5.0, 9.0]),
         ([4.0, 5.0, 1.0, 2.0, 9.0], 1, [4.0, 5.0, 1.0, 2.0, 9.0]),
     ):
-        assert Costing._together(list(steps), 4, shards) == wanted
+        assert Costing._match_slowest(list(steps), 4, shards) == wanted
 
 
 @pytest.mark.parametrize(
@@ -128,7 +136,7 @@ def test_steps_per_forward_leave_each_trainer_four_blocks_of_a_fragment(
     """A fragment has 8 tasks of 5 trained steps; a whole, a half or a quarter of them in a
     forward."""
     costing = Costing(WORK, Hardware((POOL,)))
-    assert step_batches(costing, costing.candidate(trainers, 8 - trainers)) == sizes
+    assert step_batches(costing, costing.make_candidate(trainers, 8 - trainers)) == sizes
 
 
 @pytest.mark.parametrize(("updates", "rank"), [(1, 64), (2, 64), (4, 64), (2, None)])
@@ -137,9 +145,10 @@ def test_who_lends_between_updates_holds_the_published_adapter_too(
 ) -> None:
     work = replace(WORK, updates=updates, lora_rank=rank)
     costing = Costing(work, Hardware((POOL,)))
-    held = costing.candidate(4, 4, recompute=Recompute())
+    held = costing.make_candidate(4, 4, recompute=Recompute())
     alone, lending = (
-        costing.memory(held.but(tag=tag))["p", "trainer"].copies for tag in (False, True)
+        costing.rank_memory(held.with_changes(tag=tag))["p", "trainer"].copies
+        for tag in (False, True)
     )
     more = 4 * work.trained_parameters if updates > 1 and rank else 0
     assert lending - alone == pytest.approx(more)
@@ -155,17 +164,17 @@ def test_the_copy_of_all_weights_that_lenders_keep_waits_on_their_host(
     work = replace(WORK, updates=updates, lora_rank=None)
     costing = Costing(work, Hardware((POOL,)))
     alone, lending = (
-        costing.candidate(4, 4, recompute=Recompute(), sharding=sharding).but(tag=tag)
+        costing.make_candidate(4, 4, recompute=Recompute(), sharding=sharding).with_changes(tag=tag)
         for tag in (False, True)
     )
     part = 4 * work.trained_parameters / (4 if sharding == "fsdp" else 1) * (updates > 1)
-    assert costing.memory(alone)["p", "trainer"].copies == 0
-    assert costing.memory(lending)["p", "trainer"].copies == 0
+    assert costing.rank_memory(alone)["p", "trainer"].copies == 0
+    assert costing.rank_memory(lending)["p", "trainer"].copies == 0
     more = costing.host_gib(lending)["p"] - costing.host_gib(alone)["p"]
     assert more == pytest.approx(4 * part / 2**30, rel=1e-6)
-    switch = [costing.cluster(held).switch_seconds for held in (alone, lending)]
+    switch = [costing.build_cluster(held).switch_seconds for held in (alone, lending)]
     assert switch[1] - switch[0] == pytest.approx(
-        2 * part / 1e9 / reaches(POOL).host_gb_s, rel=1e-6
+        2 * part / 1e9 / efficiency_of(POOL).host_gb_s, rel=1e-6
     )
 
 
@@ -174,8 +183,8 @@ def test_what_fills_a_memory_fits_and_a_byte_more_does_not(monkeypatch: pytest.M
     monkeypatch.setattr(costing_module, "USABLE", 1.0)
     kept = Recompute(offload=0.5)
     roomy = Costing(WORK, Hardware((POOL,)))
-    candidate = roomy.candidate(2, 0, recompute=kept)
-    gpu = max(memory.gib for memory in roomy.memory(candidate).values())
+    candidate = roomy.make_candidate(2, 0, recompute=kept)
+    gpu = max(memory.gib for memory in roomy.rank_memory(candidate).values())
     host = max(roomy.host_gib(candidate).values())
     for memory_gib, host_gib, where in (
         (gpu, host, ""),
@@ -183,14 +192,14 @@ def test_what_fills_a_memory_fits_and_a_byte_more_does_not(monkeypatch: pytest.M
         (gpu, math.nextafter(host, 0.0), "on its host"),
     ):
         pool = replace(POOL, memory_gib=memory_gib, host_gib=host_gib)
-        assert where in " ".join(Costing(WORK, Hardware((pool,))).misfits(candidate))
-        assert bool(Costing(WORK, Hardware((pool,))).misfits(candidate)) == bool(where)
-    everything = roomy.candidate(2, 0, recompute=Recompute())
-    gpu = max(memory.gib for memory in roomy.memory(everything).values())
+        assert where in " ".join(Costing(WORK, Hardware((pool,))).find_misfits(candidate))
+        assert bool(Costing(WORK, Hardware((pool,))).find_misfits(candidate)) == bool(where)
+    everything = roomy.make_candidate(2, 0, recompute=Recompute())
+    gpu = max(memory.gib for memory in roomy.rank_memory(everything).values())
     for memory_gib, whole in ((gpu, True), (math.nextafter(gpu, 0.0), False)):
         pool = replace(POOL, memory_gib=memory_gib)
         tight = Costing(WORK, Hardware((pool,)))
-        assert (tight.recompute(tight.candidate(2, 0), pool) == Recompute()) == whole
+        assert (tight.choose_recompute(tight.make_candidate(2, 0), pool) == Recompute()) == whole
 
 
 def test_steps_in_one_forward_share_what_sharding_exposes() -> None:
@@ -198,21 +207,21 @@ def test_steps_in_one_forward_share_what_sharding_exposes() -> None:
     does not hide behind computing is paid once, and nothing is paid without sharding."""
     work = replace(WORK, lora_rank=None)
     costing = Costing(work, Hardware((replace(POOL, intra_gb_s=20.0),)))
-    held = costing.candidate(8, 0, sharding="fsdp", recompute=Recompute())
+    held = costing.make_candidate(8, 0, sharding="fsdp", recompute=Recompute())
     pool = costing.hardware.pools[0]
     volume = 8 * work.sizes["parameters"] * 7 / 8
     latency = 3 * COLLECTIVE_SECONDS * work.sizes["attention_blocks"]
-    gathering = volume / costing.costs.bandwidth([pool], 8) + latency
+    gathering = volume / costing.costs.ring_bandwidth([pool], 8) + latency
     assert costing.costs.sharding_seconds([pool], 8) == pytest.approx(gathering)
     for k in (1, 5):
-        trial = held.but(tsp_batch=k)
+        trial = held.with_changes(tsp_batch=k)
         computing = k * costing.pool_cell_seconds(pool, trial)
         exposed = costing.exposed_seconds(pool, trial)
-        hidden = min(reaches(pool).hidden * gathering, computing)
+        hidden = min(efficiency_of(pool).hidden * gathering, computing)
         assert exposed == pytest.approx(gathering - hidden)
         assert exposed > 0
         assert costing.cell_seconds(trial) == pytest.approx((computing + exposed) / k)
-        alone = costing.candidate(8, 0, tsp_batch=k, recompute=Recompute())
+        alone = costing.make_candidate(8, 0, tsp_batch=k, recompute=Recompute())
         assert costing.exposed_seconds(pool, alone) == 0.0
 
 
@@ -242,7 +251,7 @@ def test_an_h100_is_three_to_four_times_a_4090(experiment: str) -> None:
 
 def test_a_figure_says_where_it_comes_from() -> None:
     costs = Costs(WORK, Hardware((POOL,), {"train": {"p": 1.0}}))
-    assert [costs.source(stage, POOL) for stage in ("train", "generate", "decode")] == [
+    assert [costs.figure_source(stage, POOL) for stage in ("train", "generate", "decode")] == [
         "measured",
         "published",
         "assumed",
@@ -250,9 +259,9 @@ def test_a_figure_says_where_it_comes_from() -> None:
     node = {"pools": {"p": {"gpu": "H100", "memory_gib": 80, "tflops": 989, "hbm_tb_s": 3, "intra_gb_s": 9,
                             "inter_gb_s": 9, "efficiency": {"generate": 0.3}}}}  # fmt: skip
     own = parse_hardware(hardware_settings(node["pools"]))
-    assert Costs(WORK, own).source("generate", own.pools[0]) == "assumed"
-    assert reaches(own.pools[0]).generate == 0.3
-    assert reaches(own.pools[0]).attention == reaches(POOL).attention
+    assert Costs(WORK, own).figure_source("generate", own.pools[0]) == "assumed"
+    assert efficiency_of(own.pools[0]).generate == 0.3
+    assert efficiency_of(own.pools[0]).attention == efficiency_of(POOL).attention
 
 
 def test_publication_is_charged_as_it_is_sent() -> None:
@@ -262,7 +271,7 @@ def test_publication_is_charged_as_it_is_sent() -> None:
     costing, gigabytes = Costing(WORK, hardware), 2 * WORK.trained_parameters / 1e9
     for rollouts, others in ((4, 0), (8, 1), (20, 2)):
         assert costing.other_nodes(assign_ranks(hardware, 4, rollouts)).total() == others
-    costs, link = Costs(WORK, hardware), POOL.inter_gb_s * reaches(POOL).network
+    costs, link = Costs(WORK, hardware), POOL.inter_gb_s * efficiency_of(POOL).network
     assert costs.publish_seconds([POOL], 0) == pytest.approx(gigabytes / CONNECTION_GB_S + 5e-3)
     assert costs.publish_seconds([POOL], 100) == pytest.approx(100 * gigabytes / link + 5e-3)
 
@@ -282,7 +291,7 @@ def test_what_a_context_group_exchanges_is_charged(context: int) -> None:
     its own part leaves it."""
     costs = Costs(WORK, Hardware((POOL,)))
     leaves = 2 * WORK.passes * WORK.block_bytes / context * (context - 1) / context
-    each = leaves / costs.bandwidth([POOL], context) + COLLECTIVE_SECONDS
+    each = leaves / costs.ring_bandwidth([POOL], context) + COLLECTIVE_SECONDS
     exchanges = 4 * 3 * WORK.sizes["attention_blocks"]
     assert costs._exchange_seconds(POOL, 2, 3, context) == pytest.approx(exchanges * each)
     assert costs._exchange_seconds(POOL, 2, 3, 1) == 0.0
@@ -325,7 +334,9 @@ def test_a_slow_line_bounds_a_simulated_step() -> None:
         costing = Costing(
             WORK, Hardware((replace(POOL, count=2, role="trainer"), FAR), lines=lines)
         )
-        return simulate(WORK.spec, costing.cluster(costing.candidate(2, 8)), 4).step_s
+        return simulate_steps(
+            WORK.spec, costing.build_cluster(costing.make_candidate(2, 8)), 4
+        ).step_s
 
     near, far = step(None), step(APART)
     costs = Costs(WORK, Hardware((POOL,)))
@@ -355,7 +366,7 @@ def test_rewards_on_gpus_of_their_own_are_charged_in_gpus_and_seconds() -> None:
     assert shared.costs.judged_seconds() == 0
     pool["efficiency"] = {"score": 0.01}
     bound = costing(1, judged=("edit_reward",))
-    slow = evaluate(bound, bound.candidate(7, 7), bound.bound(), steps=2)
+    slow = simulate_candidate(bound, bound.make_candidate(7, 7), bound.step_bound(), steps=2)
     assert slow.result.step_s < bound.costs.judged_seconds() == slow.step_s
 
 
@@ -382,7 +393,10 @@ def test_a_run_can_be_planned_where_its_sizes_are_known(
     model: str, build: str, known: bool
 ) -> None:
     settings = SimpleNamespace(model={"build": build})
-    assert sized(cast(Any, SimpleNamespace(choices={"model": model}, settings=settings))) == known
+    assert (
+        has_counted_sizes(cast(Any, SimpleNamespace(choices={"model": model}, settings=settings)))
+        == known
+    )
 
 
 def test_every_eighth_of_the_gpus_is_tried_where_nothing_fits_around_the_balance(
@@ -397,9 +411,9 @@ def test_every_eighth_of_the_gpus_is_tried_where_nothing_fits_around_the_balance
     monkeypatch.setattr(enumeration, "_allocations", none)
     for gpus, numbers in ((4, {1, 2, 3}), (16, {2, 4, 6, 8, 10, 12, 14})):
         costing = Costing(WORK, Hardware((replace(POOL, count=gpus),)))
-        assert not list(enumeration.disaggregated(costing, 0))
+        assert not list(enumeration.disaggregated_candidates(costing, 0))
         assert asked.pop() == (1, numbers)
-        assert not list(enumeration.disaggregated(costing, 0, {3}))
+        assert not list(enumeration.disaggregated_candidates(costing, 0, {3}))
         assert asked.pop() == (1, {3})
 
 
@@ -409,7 +423,7 @@ def test_splits_without_odd_blocks_are_tried_where_blocks_are_few(
     """Sixteen blocks of an update for each trainer are not few."""
     work = replace(WORK, prompts=64, updates=1)
     costing = Costing(work, Hardware((replace(POOL, count=64, per_node=64),)))
-    base = costing.candidate(1, 63, task_size=4, tsp_batch=5)
+    base = costing.make_candidate(1, 63, task_size=4, tsp_batch=5)
     spec = base.spec
     blocks = spec.groups_per_update * spec.tasks_per_portion * spec.blocks_per_task
     for balance, few in ((blocks / 16, False), (blocks / 16 + 0.01, True)):
@@ -425,7 +439,7 @@ def test_the_fastest_steps_per_forward_that_fit_are_taken(
     costing = Costing(replace(WORK, height=128, width=128), Hardware((POOL,)))
     misfits = {k: ["trainer on p needs more"] if k > fits else ["rollout"] for k in range(1, 6)}
     monkeypatch.setattr(Costing, "misfits", lambda self, trial: misfits[trial.spec.tsp_batch])
-    found = advice._steps_that_fit(costing, costing.candidate(1, 7, recompute=Recompute()))
+    found = advice._steps_that_fit(costing, costing.make_candidate(1, 7, recompute=Recompute()))
     assert (found and found.spec.tsp_batch) == chosen
 
 
@@ -448,8 +462,8 @@ def test_a_version_is_held_once_on_a_machine_and_where_it_arrived(
     work = replace(WORK, lora_rank=None, relayed=relayed)
     home, other = replace(POOL, name="home"), replace(POOL, name="other")
     costing = Costing(work, Hardware((home, other)))
-    placed = costing.candidate(4, 12, recompute=Recompute())
-    gib, pools = costing.host_gib(placed), {name for name, _ in costing.placed(placed)}
+    placed = costing.make_candidate(4, 12, recompute=Recompute())
+    gib, pools = costing.host_gib(placed), {name for name, _ in costing.placed_ranks(placed)}
     version = 2 * work.trained_parameters / 2**30
     assert pools == {"home", "other"}
     assert gib["other"] == pytest.approx(copies * version, rel=0.01)
@@ -465,7 +479,7 @@ def test_both_ends_of_a_slow_line_keep_a_version_more() -> None:
             line = {frozenset(("home", "other")): Line(gb_s)}
             costing = Costing(work, Hardware((home, other), lines=line))
             found[gb_s, compressed] = costing.host_gib(
-                costing.candidate(4, 12, recompute=Recompute())
+                costing.make_candidate(4, 12, recompute=Recompute())
             )
     version = 2 * work.trained_parameters / 2**30
     assert found[10.0, True] == found[10.0, False] == found[0.0125, False]

@@ -10,7 +10,7 @@ from digenrl.advisor import PlainAdvisor
 from digenrl.cli.extensions import choose_advisor
 from digenrl.config.settings import Settings
 from digenrl.extensions.planner.cli.plan import booking_of
-from digenrl.extensions.planner.outcome import evaluate
+from digenrl.extensions.planner.outcome import simulate_candidate
 from digenrl.extensions.planner.plan_text import Booking, evaluation_words
 from digenrl.extensions.planner.reading import candidate_of, costing_of, drawn_of
 from digenrl.settle import settle_run
@@ -50,7 +50,7 @@ def test_a_plan_books_the_shorter_of_both_and_says_whose_it_is(trainers: int) ->
         costing, drawn = costing_of(composed), drawn_of(settings)
         assert drawn is not None
         candidate = candidate_of(settings, trainers, 48 - trainers, costing.work.trained_steps)
-        outcome = evaluate(costing, candidate, costing.bound())
+        outcome = simulate_candidate(costing, candidate, costing.step_bound())
         plans[who] = (Booking(100, None, 11, drawn).gpu_hours(outcome), outcome, drawn)
     hours, outcome, drawn = plans["auto"]
     assert hours <= 1.001 * min(plans["trainers"][0], plans["rollouts"][0])

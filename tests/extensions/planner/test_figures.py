@@ -36,34 +36,43 @@ from digenrl.extensions.planner.cli.plan import booking_of
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.enumeration import (
     _around_balance,
-    _balance,
-    _schedules,
-    allowed,
-    colocated,
-    disaggregated,
-    fitted,
-    neighbours,
-    promising,
+    _balanced_trainers,
+    _schedule_candidates,
+    colocated_candidates,
+    disaggregated_candidates,
+    fit_candidate,
+    is_allowed,
+    neighbour_candidates,
+    promising_candidates,
     step_batches,
     task_sizes,
 )
 from digenrl.extensions.planner.floor import busiest_seconds, floor_seconds, training_floor
 from digenrl.extensions.planner.measured import computed_seconds, with_measured
 from digenrl.extensions.planner.memory import decode_bytes, moment_bytes, saved_bytes
-from digenrl.extensions.planner.outcome import evaluate
+from digenrl.extensions.planner.outcome import simulate_candidate
 from digenrl.extensions.planner.plan_text import (
     Booking,
     as_json,
-    booked,
-    chosen,
-    explanation,
-    table,
+    booking_lines,
+    candidate_table,
+    eligible_outcomes,
+    explain_winner,
 )
-from digenrl.extensions.planner.planner import PlanError, _fixed, make_plan, sync_run
-from digenrl.extensions.planner.reading import candidate_of, costing_of, given
-from digenrl.extensions.planner.remedies import remedy
-from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, VirtualRank, coarsen
-from digenrl.extensions.planner.virtual_run import DeadlockError, simulate, steady
+from digenrl.extensions.planner.planner import PlanError, _apply_choices, make_plan, sync_run
+from digenrl.extensions.planner.reading import candidate_of, costing_of, fixed_choices
+from digenrl.extensions.planner.remedies import find_remedy
+from digenrl.extensions.planner.virtual_cluster import (
+    Cluster,
+    Disturbance,
+    VirtualRank,
+    coarsen_run,
+)
+from digenrl.extensions.planner.virtual_run import (
+    DeadlockError,
+    simulate_steps,
+    simulate_until_steady,
+)
 from digenrl.extensions.planner.workload import Drawn, Workload
 from digenrl.hardware import Hardware, Line, Pool
 from digenrl.recompute import Recompute
@@ -144,9 +153,9 @@ def of_gpus() -> Iterator[str]:
     for name, gpu in gpus.GPUS.items():
         pool = replace(FAST, gpu=name)
         yield f"{name}: {shown(gpu)}, {gpus.kind_of(name).published}"
-        yield f"  {shown(vars(gpus.reaches(pool)))}"
+        yield f"  {shown(vars(gpus.efficiency_of(pool)))}"
     for name in ("NVIDIA H100 PCIe", "nvidia-l40s-48gb", "RTX", "A100-SXM4"):
-        yield f"{name}: {shown(gpus.known(name))}"
+        yield f"{name}: {shown(gpus.find_gpu(name))}"
     yield shown({name: vars(engine) for name, engine in gpus.ENGINES.items()})
     yield shown((gpus.BACKWARD_LAUNCHES, gpus.SCALED))
 
@@ -184,7 +193,7 @@ def of_costs(work: Workload) -> Iterator[str]:
         own, pools = costs.Costs(work, hardware), list(hardware.pools)
         yield shown((own.judged_seconds(), own.adopt_seconds(), own.snapshot_seconds(pools)))
         for pool in pools:
-            yield f"{pool.name} {shown(own.source(stage, pool) for stage in costs.STAGES)}"
+            yield f"{pool.name} {shown(own.figure_source(stage, pool) for stage in costs.STAGES)}"
             yield shown(own.step_seconds(pool, size) for size in (1, 8))
             yield shown(own.encode_seconds(pool, cached) for cached in (True, False))
             yield shown(own.decode_seconds(pool, 3, cached) for cached in (True, False))
@@ -195,7 +204,7 @@ def of_costs(work: Workload) -> Iterator[str]:
             yield shown(own.optimizer_seconds(pool, shards) for shards in (1, 4))
             yield shown(own.exposed_seconds(pool, *s) for s in ((1.0, 0.1), (1.0, 9.0)))
         for some in ([pools[0]], pools):
-            yield shown(own.bandwidth(some, ranks) for ranks in (2, 8))
+            yield shown(own.ring_bandwidth(some, ranks) for ranks in (2, 8))
             yield shown(own.sharding_seconds(some, shards) for shards in (1, 2, 8))
             yield shown((own.gather_seconds(some, 4), own.gather_seconds(some, 4, 4)))
             yield shown(own.reduce_seconds(some, *n) for n in ((1,), (4,), (2, 4)))
@@ -216,8 +225,8 @@ def of_costing(work: Workload) -> Iterator[str]:
     drawn = Drawn(5, 4, 12, 2)
     some = (one, replace(one, hardware=Hardware((FAST, SLOW))), two)
     for costing in some if work in (FLUX, VIDEO) else some[:1]:
-        yield f"bound {shown(costing.bound())} {shown(costing.seconds_per_unit())}"
-        yield f"{shown(costing.work_units())} {shown(costing.sources())}"
+        yield f"bound {shown(costing.step_bound())} {shown(costing.seconds_per_unit())}"
+        yield f"{shown(costing.work_units())} {shown(costing.figure_sources())}"
         for trainers, rollouts, choices in (
             (8, 0, {"sharding": "fsdp", "tsp_batch": 2}),
             (4, 4, {"tag": True, "encoders": True}),
@@ -225,20 +234,22 @@ def of_costing(work: Workload) -> Iterator[str]:
             (4, 4, {"sharding": "fsdp", "context": 2, "recompute": PARTLY, "first": "fast"}),
             (2, 6, {"sharding": "hsdp", "shard_group": 2, "recompute": KEPT[-1]}),
         ):
-            held = costing.candidate(trainers, rollouts, **choices)
-            if not allowed(costing, held):
+            held = costing.make_candidate(trainers, rollouts, **choices)
+            if not is_allowed(costing, held):
                 continue
             yield f"{trainers}+{rollouts} {held.name} {shown(choices)}"
-            for where, memory in costing.memory(held).items():
+            for where, memory in costing.rank_memory(held).items():
                 yield f"  {shown(where)} {shown(vars(memory))} {memory.gib:.3f}"
-            yield f"  {'; '.join(costing.misfits(held))} {shown(costing.host_gib(held))}"
-            yield from of_cluster(costing.cluster(held))
+            yield f"  {'; '.join(costing.find_misfits(held))} {shown(costing.host_gib(held))}"
+            yield from of_cluster(costing.build_cluster(held))
             seconds = costing.cell_seconds(held), costing.least_cell_seconds(held)
-            yield f"  {shown((*seconds, costing.floor(held), costing.bound_of_roles(held)))}"
-            yield f"  {shown(costing.spec(held).shares)} {shown(costing.contexts(held))}"
-            kept = [costing.recompute(held, pool) for pool, _ in costing.trainers(held)]
+            yield f"  {shown((*seconds, costing.step_floor(held), costing.bound_of_roles(held)))}"
+            yield f"  {shown(costing.schedule_spec(held).shares)} {shown(costing.context_sizes(held))}"
+            kept = [
+                costing.choose_recompute(held, pool) for pool, _ in costing.trainers_by_pool(held)
+            ]
             yield f"  {shown(kept)} {shown(costing.evaluation_seconds(drawn, held))}"
-            yield f"  {remedy(costing, held)}"
+            yield f"  {find_remedy(costing, held)}"
 
 
 SPEC = ScheduleSpec(4, 6, 2, 4, 3, gap=1, tsp_shard=True)
@@ -281,14 +292,14 @@ for _name, _spec, _ranks, _cluster, _disturbance in (
 def of_run(spec: ScheduleSpec, cluster: Cluster, disturbance: Disturbance) -> Iterator[str]:
     told: list[Any] = []
     record = lambda *args, **more: told.append((args, more))  # noqa: E731
-    found = simulate(spec, cluster, 4, disturbance, trace=True, record=record)
+    found = simulate_steps(spec, cluster, 4, disturbance, trace=True, record=record)
     yield f"ends {shown(found.step_ends)} stale {found.staleness_max} {shown(found.messages)}"
     yield f"seconds {shown(found.seconds)}"
     parts = hashed(found.made), hashed(found.trained), hashed(vars(span) for span in found.spans)
     yield f"made, trained, spans, told {shown((*parts, hashed(told), len(told)))}"
-    settled = steady(spec, cluster, disturbance=disturbance)
+    settled = simulate_until_steady(spec, cluster, disturbance=disturbance)
     yield f"steady {shown((settled.step_s, settled.steps, settled.settled))}"
-    cut = steady(spec, cluster, cutoff_s=0.9 * settled.step_s)
+    cut = simulate_until_steady(spec, cluster, cutoff_s=0.9 * settled.step_s)
     yield f"cut {shown((len(cut.step_ends), cut.step_s, cut.settled))}"
 
 
@@ -309,11 +320,11 @@ def of_coarse() -> Iterator[str]:
     ):
         own = {key: options.pop(key) for key in ("context", "shares") if key in options}
         spec = replace(SPEC, prompts=8, group_size=group, **own)
-        smaller, fewer = coarsen(spec, Cluster(ranks, **SET, **options), fewest)
+        smaller, fewer = coarsen_run(spec, Cluster(ranks, **SET, **options), fewest)
         yield f"{group} -> {smaller.group_size}, {len(fewer.ranks)} ranks {shown(smaller.shares)}"
         yield from of_cluster(fewer)
         if group < 100:
-            found = steady(smaller, fewer)
+            found = simulate_until_steady(smaller, fewer)
             yield shown((found.step_s, found.steps, found.settled, found.seconds))
 
 
@@ -321,27 +332,27 @@ def of_halt() -> Iterator[str]:
     """The only rollout dies, and nobody does its work."""
     ranks = tuple(RANKS[:5])
     with pytest.raises(DeadlockError) as halted:
-        simulate(SPEC, Cluster(ranks, **SET), 4, Disturbance(failures=((9.0, 4),)))
+        simulate_steps(SPEC, Cluster(ranks, **SET), 4, Disturbance(failures=((9.0, 4),)))
     yield str(halted.value)
 
 
 def of_search(work: Workload) -> Iterator[str]:
     many = Costing(work, Hardware((replace(FAST, count=96, per_node=8), replace(SLOW, count=32))))
     for tag, first, size in ((False, None, 1), (True, "slow", 1), (False, "fast", 2)):
-        base = many.candidate(1, 127, tag=tag, first=first, task_size=size)
-        yield f"balance {_balance(many, base)} {sorted(_around_balance(many, base))}"
-        yield f"schedules {hashed(_schedules(many, base.but(async_steps=1)))}"
+        base = many.make_candidate(1, 127, tag=tag, first=first, task_size=size)
+        yield f"balance {_balanced_trainers(many, base)} {sorted(_around_balance(many, base))}"
+        yield f"schedules {hashed(_schedule_candidates(many, base.with_changes(async_steps=1)))}"
     roles = replace(SLOW, role="rollout", count=6), replace(FAST, count=2)
     one = Costing(work, Hardware(roles))
-    yield f"no half {_balance(one, one.candidate(1, 7))}"
+    yield f"no half {_balanced_trainers(one, one.make_candidate(1, 7))}"
     odd = replace(work, prompts=7, group_size=24, updates=1, oversample=0, whole_batch=False)
     seven = Costing(odd, Hardware((replace(FAST, count=2),)))
-    yield f"sizes {task_sizes(seven)} near {hashed(neighbours(seven, seven.candidate(1, 1)))}"
+    yield f"sizes {task_sizes(seven)} near {hashed(neighbour_candidates(seven, seven.make_candidate(1, 1)))}"
     nine = Costing(replace(odd, group_size=18), seven.hardware)
     yield f"sizes {task_sizes(nine)}"
-    yield f"two {hashed(disaggregated(seven, 0))}"
+    yield f"two {hashed(disaggregated_candidates(seven, 0))}"
     apart = Costing(work, Hardware((FAST, SLOW), lines={frozenset(("fast", "slow")): LINE}))
-    yield f"places {shown(colocated(apart))} {hashed(disaggregated(apart, 0))}"
+    yield f"places {shown(colocated_candidates(apart))} {hashed(disaggregated_candidates(apart, 0))}"
     some = (FAST, SLOW), (replace(SLOW, role="rollout"), FAST), (replace(FAST, count=4),)
     for pools in some if work is GUIDED else some[2:]:
         costing = Costing(work, Hardware(pools))
@@ -349,16 +360,16 @@ def of_search(work: Workload) -> Iterator[str]:
         def named(candidate: Candidate) -> str:
             return shown(candidate)
 
-        alone = list(colocated(costing))
+        alone = list(colocated_candidates(costing))
         yield f"colocated {len(alone)} {hashed(map(named, alone))}"
         for steps in (0, 1):
-            apart = list(disaggregated(costing, steps))
-            best = promising(costing, apart)
+            apart = list(disaggregated_candidates(costing, steps))
+            best = promising_candidates(costing, apart)
             yield f"apart {len(apart)} {hashed(map(named, apart))}"
             yield f"promising {len(best)} {hashed(map(named, best))}"
             yield shown(f"{c.name} {c.trainers}+{c.rollouts}" for c in best)
         for candidate in (*alone[:1], *best[:1]):
-            near = list(neighbours(costing, candidate))
+            near = list(neighbour_candidates(costing, candidate))
             yield f"near {len(near)} {hashed(map(named, near))}"
 
 
@@ -407,7 +418,7 @@ def of_drawn_runs() -> Iterator[str]:
     for seed in range(48):
         spec, cluster, mishap = drawn_run(Drawing(seed))
         try:
-            found = simulate(spec, cluster, 3, mishap, trace=True)
+            found = simulate_steps(spec, cluster, 3, mishap, trace=True)
         except DeadlockError as halted:
             yield f"{seed} {halted}"[:200]
             continue
@@ -417,8 +428,8 @@ def of_drawn_runs() -> Iterator[str]:
             floor_seconds(spec, cluster),
             busiest_seconds(spec, cluster),
         )
-        calm = steady(spec, cluster, most=8)
-        coarse = steady(*coarsen(spec, cluster, 2), most=8)
+        calm = simulate_until_steady(spec, cluster, most=8)
+        coarse = simulate_until_steady(*coarsen_run(spec, cluster, 2), most=8)
         steps = found.step_s, calm.step_s, calm.steps, calm.settled, coarse.step_s
         yield f"{seed} {shown(steps)} {hashed((parts, found.seconds, low, found.step_ends))}"
         yield f"  {shown(low)} {shown({cause[1:]: s for cause, s in calm.seconds.items() if s > 1e-9})}"[
@@ -461,31 +472,39 @@ def of_drawn_searches() -> Iterator[str]:
         draw = Drawing(seed)
         costing = drawn_costing(draw)
         gpus, trained = costing.hardware.gpus, costing.work.trained_steps
-        yield f"{seed} {shown((costing.bound(), task_sizes(costing)))} {gpus} GPUs"
+        yield f"{seed} {shown((costing.step_bound(), task_sizes(costing)))} {gpus} GPUs"
         for trainers in {1, draw.number(1, gpus), gpus}:
-            held = costing.candidate(
+            held = costing.make_candidate(
                 trainers, gpus - trainers, sharding=draw.of(["ddp", "hsdp", "fsdp"]) if trainers > 1 else "ddp",
                 tsp_batch=draw.number(1, trained), tag=draw.true(), task_size=draw.of(task_sizes(costing)),
                 encoders=draw.true(), gap=draw.number(0, 1), async_steps=draw.number(0, 1) if trainers < gpus else 0,
             )  # fmt: skip
-            if not allowed(costing, held):
+            if not is_allowed(costing, held):
                 continue
-            fits = fitted(costing, held)
+            fits = fit_candidate(costing, held)
             yield shown(
-                (held.name, trainers, bool(costing.misfits(held)), step_batches(costing, held))
+                (held.name, trainers, bool(costing.find_misfits(held)), step_batches(costing, held))
             )
             if fits is None:
-                yield f"  {remedy(costing, held)}"
+                yield f"  {find_remedy(costing, held)}"
                 continue
-            seconds = costing.cell_seconds(fits), costing.floor(fits), costing.bound_of_roles(fits)
-            gib = [use.gib for use in costing.memory(fits).values()]
+            seconds = (
+                costing.cell_seconds(fits),
+                costing.step_floor(fits),
+                costing.bound_of_roles(fits),
+            )
+            gib = [use.gib for use in costing.rank_memory(fits).values()]
             yield f"  {shown((fits.spec.tsp_batch, fits.encoders, *seconds, gib))}"
-            near = [shown(each) for each in neighbours(costing, fits)]
+            near = [shown(each) for each in neighbour_candidates(costing, fits)]
             yield f"  near {len(near)} {hashed(near)} {shown(costing.host_gib(fits))}"
         if gpus < 7:
-            tried = [*colocated(costing), *disaggregated(costing, draw.number(0, 1))]
+            tried = [
+                *colocated_candidates(costing),
+                *disaggregated_candidates(costing, draw.number(0, 1)),
+            ]
             best = [
-                f"{each.name} {each.trainers}+{each.rollouts}" for each in promising(costing, tried)
+                f"{each.name} {each.trainers}+{each.rollouts}"
+                for each in promising_candidates(costing, tried)
             ]
             yield f"  tried {len(tried)} {hashed(map(shown, tried))} {shown(best)}"
 
@@ -498,11 +517,13 @@ def of_plan() -> Iterator[str]:
     work = replace(SMALL, judged=("vlm_judge",))
     plan = make_plan(Costing(work, Hardware(TWO)))
     booking = Booking(40, 2.5, 3, Drawn(5, 4, 12, 2))
-    asked = evaluate(plan.costing, plan.costing.candidate(1, 2), plan.bound_s, exact=True)
+    asked = simulate_candidate(
+        plan.costing, plan.costing.make_candidate(1, 2), plan.bound_s, exact=True
+    )
     for asynchronous in (False, True):
-        yield from booked(plan, asynchronous, booking)
-        yield from explanation(plan, asynchronous)
-        yield from table(plan, asynchronous, booking, 4, asked)
+        yield from booking_lines(plan, asynchronous, booking)
+        yield from explain_winner(plan, asynchronous)
+        yield from candidate_table(plan, asynchronous, booking, 4, asked)
     written = as_json(plan, asked, "", True, booking)
     best = {kind: row and row["overrides"] for kind, row in written.pop("best").items()}
     yield f"best {shown(best)}"
@@ -512,9 +533,9 @@ def of_plan() -> Iterator[str]:
     yield shown((alone.step_s, alone.candidate.trainers, alone.candidate.sharding))
     fixed = make_plan(plan.costing, 3, {"trainers": 1, "rollouts": 2, "tag": True}, False)
     yield shown((o.candidate.name, o.step_s, o.candidate.spec.task_size) for o in fixed.outcomes)
-    base = plan.costing.candidate(1, 2)
+    base = plan.costing.make_candidate(1, 2)
     for choices in ({"task_size": 2}, {"task_size": 2, "tsp_batch": 1}):
-        yield shown(_fixed(plan.costing, [base], choices))
+        yield shown(_apply_choices(plan.costing, [base], choices))
     small = replace(SLOW, memory_gib=8, count=2)
     for pools in ((small,), (replace(small, count=1),), (replace(SLOW, role="rollout"),)):
         with pytest.raises(PlanError) as refused:
@@ -535,11 +556,11 @@ def of_outcomes(work: Workload) -> Iterator[str]:
         (two, 4, 4, {"first": "fast", "sharding": "hsdp", "async_steps": 1, "stale_fraction": 1.0}),
         (many, 12, 12, {}),
     )[: 5 if work is FLUX else 4]:
-        held = costing.candidate(trainers, rollouts, **choices)
-        if not allowed(costing, held):
+        held = costing.make_candidate(trainers, rollouts, **choices)
+        if not is_allowed(costing, held):
             continue
         for exact in (True, False):
-            found = evaluate(costing, held, costing.bound(), exact)
+            found = simulate_candidate(costing, held, costing.step_bound(), exact)
             yield f"{held.name} {shown((found.step_s, found.quick_s, found.coarse, found.settled))}"
             waits = {cause: part for cause, part in found.bubble.items() if part > 1e-9}
             yield shown((found.expected_s, found.efficiency, waits))
@@ -551,7 +572,7 @@ def of_outcomes(work: Workload) -> Iterator[str]:
             yield shown(
                 (hashed(found.result.made), hashed(found.result.trained), len(found.result.spans))
             )
-        yield shown(found.simulated(steps=steps) for steps in (None, 2))
+        yield shown(found.simulated_seconds(steps=steps) for steps in (None, 2))
 
 
 FOUR = replace(FAST, count=4)
@@ -590,14 +611,17 @@ def of_plans(costing: Costing, options: dict[str, Any]) -> Iterator[str]:
     yield shown(
         [
             each and each.candidate.name
-            for each in map(plan.best, ("colocated", "on_policy", "async"))
+            for each in map(plan.best_of_kind, ("colocated", "on_policy", "async"))
         ]
     )
     booking = Booking(40, None, 2, Drawn(5, 4, 12))
     for asynchronous in (False, True)[: 1 + options.get("asynchronous", True)]:
-        if chosen(plan, asynchronous):
-            yield from (*explanation(plan, asynchronous), *booked(plan, asynchronous, booking)[:2])
-            yield from table(plan, asynchronous, booking, 2)[1:]
+        if eligible_outcomes(plan, asynchronous):
+            yield from (
+                *explain_winner(plan, asynchronous),
+                *booking_lines(plan, asynchronous, booking)[:2],
+            )
+            yield from candidate_table(plan, asynchronous, booking, 2)[1:]
     for count in {2, costing.hardware.gpus}:
         alone = sync_run(costing, count)
         yield shown(alone and (alone.step_s, alone.candidate))
@@ -734,7 +758,7 @@ def of_reading(words: tuple[str, ...]) -> Iterator[str]:
     config, costing = composed.settings, costing_of(composed)
     yield from (shown(vars(pool)) for pool in costing.hardware.pools)
     yield f"{shown(costing.work)} {shown(vars(booking_of(config)))}"
-    yield shown(given(composed, costing))
+    yield shown(fixed_choices(composed, costing))
     gpus = costing.hardware.gpus
     for trainers in {gpus, -(-gpus * 3 // 4)}:
         candidate = candidate_of(config, trainers, gpus - trainers, costing.work.trained_steps)
@@ -790,7 +814,7 @@ def test_figures_are_those_of_before(section: str) -> None:
 def test_what_ranks_do_and_wait_for_fills_the_measured_steps(name: str) -> None:
     """Tasks that are in progress at the end count up to it."""
     spec, cluster, _ = RUNS[name]
-    found = steady(spec, cluster)
+    found = simulate_until_steady(spec, cluster)
     spent = Counter[str]()
     for (pool, _, _), seconds in found.seconds.items():
         spent[pool] += seconds  # type: ignore[assignment]
@@ -802,7 +826,7 @@ def test_what_ranks_do_and_wait_for_fills_the_measured_steps(name: str) -> None:
 def test_a_run_that_never_settles_is_measured_behind_its_first_steps(name: str, first: int) -> None:
     spec, cluster, _ = RUNS[name]
     spec = replace(spec, tag=False)
-    found = steady(spec, cluster, most=9, disturbance=Disturbance(jitter=0.5))
+    found = simulate_until_steady(spec, cluster, most=9, disturbance=Disturbance(jitter=0.5))
     assert (len(found.step_ends), found.first, found.settled) == (9, first, True)
 
 

@@ -16,7 +16,7 @@ from digenrl.config import Composed
 from digenrl.extensions.planner.advice import PlannerAdvisor, memory_lines
 from digenrl.extensions.planner.cli.plan import as_configured
 from digenrl.extensions.planner.plan_text import memory_by_role
-from digenrl.extensions.planner.reading import candidate_of, costing_of, drawn_of, sized
+from digenrl.extensions.planner.reading import candidate_of, costing_of, drawn_of, has_counted_sizes
 from digenrl.settle import settle_run, with_task_size
 from tests.models.test_experiments import EXPERIMENTS
 
@@ -56,14 +56,14 @@ def loaded(*words: str) -> Composed:
 def assert_fits(composed: Composed) -> None:
     """At most nine tenths of every GPU are filled, by the model's own figures."""
     config = composed.settings
-    if not sized(composed):
+    if not has_counted_sizes(composed):
         return
     costing = costing_of(composed)
     allocation = config.allocation
     candidate = candidate_of(
         config, allocation.trainers, allocation.rollouts, costing.work.trained_steps
     )
-    for (pool, _), use in costing.memory(candidate).items():
+    for (pool, _), use in costing.rank_memory(candidate).items():
         assert use.gib <= 0.9 * costing.hardware.find_pool(pool).memory_gib
 
 
@@ -218,7 +218,7 @@ def test_blocks_are_computed_again_only_where_memory_is_short(hardware: str, bui
     if build == "real":
         costing = costing_of(composed)
         candidate = candidate_of(composed.settings, 1, 0, costing.work.trained_steps)
-        kept = costing.recompute(candidate, costing.hardware.pools[0]).config
+        kept = costing.choose_recompute(candidate, costing.hardware.pools[0]).config
         uncounted = settle_run(
             replace(composed, choices={**composed.choices, "model": "unknown"}), PlannerAdvisor()
         )
@@ -234,7 +234,7 @@ def test_compiled_blocks_are_computed_again_whole() -> None:
         composed = loaded(*words, f"model.compile={compiled}", "allocation.rollouts=0")
         costing = costing_of(composed)
         candidate = candidate_of(composed.settings, 1, 0, costing.work.trained_steps)
-        found.append(costing.recompute(candidate, costing.hardware.pools[0]))
+        found.append(costing.choose_recompute(candidate, costing.hardware.pools[0]))
     plain, whole = found
     assert plain.products > 0.0
     assert (whole.products, whole.attention) == (0.0, 0.0)
@@ -255,7 +255,9 @@ def test_what_is_always_there_is_counted() -> None:
     def memory(*words: str) -> dict[str, float]:
         composed = settle_run(loaded(*base, *words), PlannerAdvisor())
         costing = costing_of(composed)
-        table = costing.memory(candidate_of(composed.settings, 4, 4, costing.work.trained_steps))
+        table = costing.rank_memory(
+            candidate_of(composed.settings, 4, 4, costing.work.trained_steps)
+        )
         return {role: use.gib for (_, role), use in table.items()}
 
     whole, unwatched = memory(), memory("~callbacks.evaluation")
@@ -325,8 +327,10 @@ def test_stored_prompts_cost_no_step_anything() -> None:
                 "experiment=flux1_flowgrpo", "hardware=node_8xh100", f"data.prompt_store={store}"
             )
         )
-        seconds[store] = costing.cluster(costing.candidate(4, 4)).ranks[-1].encode_seconds
-        bounds[store] = costing.bound()
+        seconds[store] = (
+            costing.build_cluster(costing.make_candidate(4, 4)).ranks[-1].encode_seconds
+        )
+        bounds[store] = costing.step_bound()
     assert seconds["auto"] == 0.0 < seconds["null"]
     assert bounds["auto"] < bounds["null"]
 

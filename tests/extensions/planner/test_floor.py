@@ -16,7 +16,7 @@ from digenrl.extensions.planner.floor import (
     floor_seconds,
     training_floor,
 )
-from digenrl.extensions.planner.outcome import evaluate
+from digenrl.extensions.planner.outcome import simulate_candidate
 from digenrl.extensions.planner.workload import Workload
 from digenrl.hardware import Hardware, Pool
 
@@ -48,22 +48,22 @@ def test_no_simulated_step_is_shorter_than_its_floor(
 ) -> None:
     nodes = tuple(replace(pool, per_node=2) for pool in pools)
     costing = Costing(replace(FLUX, updates_split=split, trained_samples=trained), Hardware(nodes))
-    bound, gpus, ratios = costing.bound(), costing.hardware.gpus, []
+    bound, gpus, ratios = costing.step_bound(), costing.hardware.gpus, []
     choices = itertools.product(
         (1, gpus // 2, gpus - 1, gpus), ("ddp", "hsdp", "fsdp"), (1, 4), (0, 4), (False, True)
     )
     for trainers, sharding, size, gap, lending in choices:
         if trainers == gpus and (lending or async_steps):
             continue
-        base = costing.candidate(
+        base = costing.make_candidate(
             trainers, gpus - trainers, sharding=sharding, task_size=size, gap=gap, tag=lending
         )
-        candidate = base.but(shares=len(pools) > 1, async_steps=async_steps)
+        candidate = base.with_changes(shares=len(pools) > 1, async_steps=async_steps)
         if trainers == 1 and sharding != "ddp":
             continue
-        run = costing.spec(candidate), costing.cluster(candidate)
+        run = costing.schedule_spec(candidate), costing.build_cluster(candidate)
         floor = max(floor_seconds(*run), busiest_seconds(*run))
-        ratios.append(evaluate(costing, candidate, bound, exact=True).step_s / floor)
+        ratios.append(simulate_candidate(costing, candidate, bound, exact=True).step_s / floor)
     # Asynchronous steps are averaged over a window in whose course rollout ranks may gain or lose
     # part of a task.
     assert min(ratios) >= (0.98 if async_steps else 1.0 - 1e-9)
@@ -83,8 +83,11 @@ def test_whole_tasks_take_as_long_in_every_unit() -> None:
 def test_replicas_that_divide_the_steps_of_a_task_share_all_blocks_of_an_update() -> None:
     """Four groups of one task of five trained steps: twenty blocks on three ranks."""
     costing = Costing(FLUX, Hardware((replace(SLOW, count=8),)))
-    candidate = costing.candidate(3, 5, sharding="ddp", task_size=8)
-    spec, cluster = replace(costing.spec(candidate), tsp_shard=True), costing.cluster(candidate)
+    candidate = costing.make_candidate(3, 5, sharding="ddp", task_size=8)
+    spec, cluster = (
+        replace(costing.schedule_spec(candidate), tsp_shard=True),
+        costing.build_cluster(candidate),
+    )
     assert (spec.groups_per_update, spec.tasks_per_portion, spec.blocks_per_task) == (4, 1, 5)
     cell = cluster.trainers[0].cell_seconds + cluster.trainers[0].exposed_seconds
     assert training_floor(spec, cluster)[1] == pytest.approx([7 * cell] * spec.updates_per_batch)
@@ -93,25 +96,25 @@ def test_replicas_that_divide_the_steps_of_a_task_share_all_blocks_of_an_update(
 def test_the_busiest_of_unequal_replicas_bounds_the_step_where_fragments_have_few_blocks() -> None:
     """A group of one task of five steps has no block for three of the eight trainers."""
     costing = Costing(FLUX, Hardware((FAST, replace(SLOW, count=8))))
-    base = costing.candidate(8, 4, sharding="ddp", task_size=8, gap=1, first="slow")
-    candidate = base.but(shares=True)
-    step = evaluate(costing, candidate, costing.bound(), exact=True).step_s
-    busiest = busiest_seconds(costing.spec(candidate), costing.cluster(candidate))
+    base = costing.make_candidate(8, 4, sharding="ddp", task_size=8, gap=1, first="slow")
+    candidate = base.with_changes(shares=True)
+    step = simulate_candidate(costing, candidate, costing.step_bound(), exact=True).step_s
+    busiest = busiest_seconds(costing.schedule_spec(candidate), costing.build_cluster(candidate))
     assert 0.9 * step < busiest <= step
-    assert costing.floor(candidate) < 0.7 * step
+    assert costing.step_floor(candidate) < 0.7 * step
 
 
 def test_sharded_trainers_pay_whole_rounds_for_each_fragment() -> None:
     costing = Costing(FLUX, Hardware((replace(SLOW, count=8),)))
-    candidate = costing.candidate(3, 5, sharding="fsdp", task_size=8)
-    spec, cluster = costing.spec(candidate), costing.cluster(candidate)
+    candidate = costing.make_candidate(3, 5, sharding="fsdp", task_size=8)
+    spec, cluster = costing.schedule_spec(candidate), costing.build_cluster(candidate)
     cell = cluster.trainers[0].cell_seconds + cluster.trainers[0].exposed_seconds
     # One task of five trained steps: five blocks on three ranks take two rounds; four groups an
     # update.
     fragment, updates = training_floor(spec, cluster)
     assert fragment == pytest.approx(2 * cell)
     assert updates == pytest.approx([8 * cell] * 2)
-    whole = candidate.but(gap=4)
-    assert training_floor(costing.spec(whole), costing.cluster(whole))[1] == pytest.approx(
-        [7 * cell] * 2
-    )
+    whole = candidate.with_changes(gap=4)
+    assert training_floor(costing.schedule_spec(whole), costing.build_cluster(whole))[
+        1
+    ] == pytest.approx([7 * cell] * 2)

@@ -20,7 +20,7 @@ from benchmarks.paper import (
 )
 from benchmarks.schedule import bench_of
 from digenrl.extensions.planner.costing import Costing
-from digenrl.extensions.planner.virtual_run import steady
+from digenrl.extensions.planner.virtual_run import simulate_until_steady
 
 ROOT = Path(__file__).parents[3]
 
@@ -49,24 +49,24 @@ def test_their_scripts_gather_in_generation_and_an_engine_does_not(costing: Cost
     assert whole is not None
     assert outcome is not None
     pool = costing.hardware.pools[0]
-    step = theirs.cluster(loop).ranks[0].step_seconds
+    step = theirs.build_cluster(loop).ranks[0].step_seconds
     gathering = theirs.costs.gather_seconds([pool], 32)
     assert gathering > 1.9 * costing.costs.gather_seconds([pool], 32)
     assert step > costing.costs.step_seconds(pool, 1) + 0.69 * gathering
-    assert theirs.cluster(whole).ranks[0].step_seconds == costing.costs.step_seconds(pool, 1)
-    cluster = engine.cluster(loop)
+    assert theirs.build_cluster(whole).ranks[0].step_seconds == costing.costs.step_seconds(pool, 1)
+    cluster = engine.build_cluster(loop)
     assert cluster.ranks[0].step_seconds == engine.costs.step_seconds(pool, 1) < step
-    moved, spec = cluster.snapshot_seconds, engine.spec(loop)
+    moved, spec = cluster.snapshot_seconds, engine.schedule_spec(loop)
     assert moved > 2 * 2.0 * costing.work.sizes["parameters"] / 20e9
-    free = steady(spec, replace(cluster, snapshot_seconds=0.0)).step_s
-    assert steady(spec, cluster).step_s == pytest.approx(free + moved)
+    free = simulate_until_steady(spec, replace(cluster, snapshot_seconds=0.0)).step_s
+    assert simulate_until_steady(spec, cluster).step_s == pytest.approx(free + moved)
     assert outcome.candidate.recompute.inputs == 1.0
 
 
 def test_an_engine_changes_generation_alone(costing: Costing) -> None:
     theirs, pool = Published(costing.work, costing.hardware), costing.hardware.pools[0]
     assert theirs.costs.step_seconds(pool, 1) < costing.costs.step_seconds(pool, 1)
-    loop = costing.candidate(16, 16, sharding="hsdp")
+    loop = costing.make_candidate(16, 16, sharding="hsdp")
     assert theirs.cell_seconds(loop) == costing.cell_seconds(loop)
     assert theirs.work == replace(costing.work)
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from digenrl.extensions.planner.plan_text import table
+from digenrl.extensions.planner.plan_text import candidate_table
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
@@ -18,7 +18,7 @@ def test_the_planners_columns_are_explained() -> None:
     explained = re.findall(
         r"^\| ([^|]+?) \|", (DOCS / "planner.md").read_text(encoding="utf-8"), re.MULTILINE
     )[1:]
-    nodes = ast.walk(ast.parse(inspect.getsource(table)))
+    nodes = ast.walk(ast.parse(inspect.getsource(candidate_table)))
     texts = {str(node.value).strip() for node in nodes if isinstance(node, ast.Constant)}
     assert len(explained) == 13
     assert set(explained) - {"waiting"} <= texts, "waiting has a line of its own"

@@ -31,18 +31,18 @@ from digenrl.extensions.planner.bound import solve_bound
 from digenrl.extensions.planner.cli import plan as plan_command
 from digenrl.extensions.planner.cli.plan import as_configured
 from digenrl.extensions.planner.costing import Costing
-from digenrl.extensions.planner.enumeration import fitted, task_sizes
-from digenrl.extensions.planner.gpus import reaches
-from digenrl.extensions.planner.outcome import CandidateOutcome, evaluate
+from digenrl.extensions.planner.enumeration import fit_candidate, task_sizes
+from digenrl.extensions.planner.gpus import efficiency_of
+from digenrl.extensions.planner.outcome import CandidateOutcome, simulate_candidate
 from digenrl.extensions.planner.plan_text import (
     EXPLAINED,
     Booking,
     as_json,
-    booked,
-    chosen,
-    explanation,
-    overrides,
-    table,
+    booking_lines,
+    candidate_table,
+    eligible_outcomes,
+    explain_winner,
+    train_words,
 )
 from digenrl.extensions.planner.planner import PlanError, make_plan
 from digenrl.extensions.planner.reading import candidate_of, costing_of
@@ -74,7 +74,7 @@ def test_pools_in_two_places_are_planned_with_trainers_in_one() -> None:
     )
     for outcome in plan.outcomes:
         trainers = {
-            pool for pool, role in plan.costing.placed(outcome.candidate) if role == "trainer"
+            pool for pool, role in plan.costing.placed_ranks(outcome.candidate) if role == "trainer"
         }
         assert len(trainers) == 1
         assert outcome.candidate.rollouts
@@ -88,7 +88,7 @@ def test_a_run_without_a_schedule_gets_the_planners_and_keeps_it_when_resumed(
     tmp_path: Path,
 ) -> None:
     plain = configuration.load([*SMALL, f"output_root={tmp_path}"])
-    best = chosen(make_plan(costing_of(plain)), asynchronous=False)[0]
+    best = eligible_outcomes(make_plan(costing_of(plain)), asynchronous=False)[0]
     composed = settle_run(plain, PlannerAdvisor())
     config = composed.settings
     found = candidate_of(
@@ -159,9 +159,9 @@ def test_a_role_of_auto_asks_the_planner_for_the_split(processes: int | None) ->
         for trainers in range(1, ranks)
     ]
     every = [
-        evaluate(costing, split, costing.bound()).step_s
+        simulate_candidate(costing, split, costing.step_bound()).step_s
         for split in splits
-        if not costing.misfits(split)
+        if not costing.find_misfits(split)
     ]
     assert len(every) > 2
     assert chosen.step_s == min(every) < max(every)
@@ -216,7 +216,7 @@ def test_plan_json_carries_what_the_bound_needs(costing: Costing) -> None:
     assert text["best"]["on_policy"]["async_steps"] == 0
     assert text["best"]["async"]["async_steps"] == 1
     assert text["best"]["colocated"]["rollouts"] == 0
-    lines = explanation(plan, False)
+    lines = explain_winner(plan, False)
     assert len(lines) == 2
     winner = next(o for o in plan.outcomes if o.candidate.spec.async_steps == 0)
     assert ("Colocated wins" in lines[1]) == (winner.candidate.rollouts == 0)
@@ -228,9 +228,9 @@ def test_plan_json_carries_what_the_bound_needs(costing: Costing) -> None:
 )
 def test_the_choice_is_within_5_percent_of_an_exhaustive_sweep(pools: tuple[Pool, ...]) -> None:
     costing = Costing(FLUX, Hardware(pools))
-    best = make_plan(costing).best("on_policy")
+    best = make_plan(costing).best_of_kind("on_policy")
     assert best is not None
-    gpus, unequal, bound_s = costing.hardware.gpus, len(pools) > 1, costing.bound()
+    gpus, unequal, bound_s = costing.hardware.gpus, len(pools) > 1, costing.step_bound()
     firsts = [pool.name for pool in pools] if unequal else [None]
     sweep = []
     for first, trainers, size, gap, tag in itertools.product(
@@ -238,15 +238,16 @@ def test_the_choice_is_within_5_percent_of_an_exhaustive_sweep(pools: tuple[Pool
     ):
         if trainers == gpus and (tag or first != firsts[0]):
             continue
-        base = costing.candidate(
+        base = costing.make_candidate(
             trainers, gpus - trainers, first=first, task_size=size, gap=gap, tag=tag, shares=unequal
         )
-        if (candidate := fitted(costing, base)) is not None:
-            sweep.append(evaluate(costing, candidate, bound_s))
+        if (candidate := fit_candidate(costing, base)) is not None:
+            sweep.append(simulate_candidate(costing, candidate, bound_s))
     assert len(sweep) > 80
     fastest = sorted(sweep, key=lambda outcome: outcome.step_s)[:5]
     robust = [
-        evaluate(costing, outcome.candidate, bound_s, exact=True).robust_s for outcome in fastest
+        simulate_candidate(costing, outcome.candidate, bound_s, exact=True).robust_s
+        for outcome in fastest
     ]
     assert best.robust_s <= 1.05 * min(robust), "what the plan ranks by"
     assert best.step_s <= 1.05 * fastest[0].step_s
@@ -261,11 +262,13 @@ def test_a_sharding_is_simulated_where_its_like_leaves_it_a_chance(
     simulated: list[tuple[str, float, float]] = []
 
     def watched(costing: Costing, candidate: Any, *words: Any, **more: Any) -> CandidateOutcome:
-        outcome = evaluate(costing, candidate, *words, **more)
+        outcome = simulate_candidate(costing, candidate, *words, **more)
         if not more.get("exact"):
             second = [math.inf, math.inf, *sorted((s for *_, s in simulated), reverse=True)][-2]
             assert more["cutoff_s"] == planner.CUTOFF * second
-            simulated.append((candidate.sharding, costing.floor(candidate), outcome.expected_s))
+            simulated.append(
+                (candidate.sharding, costing.step_floor(candidate), outcome.expected_s)
+            )
         return outcome
 
     monkeypatch.setattr(planner, "evaluate", watched)
@@ -282,10 +285,10 @@ def test_a_sharding_is_simulated_where_its_like_leaves_it_a_chance(
 
 def test_other_hardware_is_asked_anew() -> None:
     few = Costing(FLUX, Hardware((FAST,)))
-    candidate = few.candidate(4, 0, sharding="fsdp", recompute=None)
-    assert few.cluster(candidate).ranks
+    candidate = few.make_candidate(4, 0, sharding="fsdp", recompute=None)
+    assert few.build_cluster(candidate).ranks
     slow = replace(few, hardware=Hardware((SLOW,)))
-    assert {pool for pool, _ in slow.placed(candidate)} == {"slow"}
+    assert {pool for pool, _ in slow.placed_ranks(candidate)} == {"slow"}
     assert slow.cell_seconds(candidate) > few.cell_seconds(candidate)
 
 
@@ -293,11 +296,11 @@ def test_other_hardware_is_asked_anew() -> None:
 def test_roles_of_a_profile_are_obeyed() -> None:
     hardware = Hardware((replace(FAST, role="rollout"), SLOW))
     plan = make_plan(Costing(FLUX, hardware))
-    assert plan.best("colocated") is None
+    assert plan.best_of_kind("colocated") is None
     for outcome in plan.outcomes:
         assert all(
             role == "rollout"
-            for pool, role in outcome.costing.placed(outcome.candidate)
+            for pool, role in outcome.costing.placed_ranks(outcome.candidate)
             if pool == "fast"
         )
     with pytest.raises(
@@ -311,10 +314,12 @@ def test_overrides_name_the_pools_that_the_placement_needs(costing: Costing) -> 
         ("slow", 2, ["hardware.pools.fast.role=rollout"]),
         ("fast", 6, ["hardware.pools.fast.role=trainer"]),
     ]:
-        outcome = evaluate(
-            costing, costing.candidate(trainers, 8 - trainers, first=first), costing.bound()
+        outcome = simulate_candidate(
+            costing,
+            costing.make_candidate(trainers, 8 - trainers, first=first),
+            costing.step_bound(),
         )
-        named = [word for word in overrides(outcome) if word.startswith("hardware")]
+        named = [word for word in train_words(outcome) if word.startswith("hardware")]
         assert named == words
         pools = {p.name: p for p in costing.hardware.pools}
         for word in named:
@@ -322,7 +327,7 @@ def test_overrides_name_the_pools_that_the_placement_needs(costing: Costing) -> 
             pools[name] = replace(pools[name], role=word.partition("=")[2])
         hardware = Hardware(tuple(pools.values()))
         assert sorted(assign_ranks(hardware, trainers, 8 - trainers)) == sorted(
-            costing.placed(outcome.candidate)
+            costing.placed_ranks(outcome.candidate)
         )
 
 
@@ -351,10 +356,10 @@ def test_trainers_share_the_tokens_of_what_fits_in_no_other_way() -> None:
     alone = replace(work, model="flux1_dev")
     best = make_plan(Costing(work, node), steps=4).outcomes[0]
     assert best.candidate.spec.context > 1
-    assert f"parallel.context={best.candidate.spec.context}" in overrides(best)
-    assert not Costing(work, node).misfits(best.candidate)
-    assert Costing(work, node).misfits(best.candidate.but(context=1))
-    assert Costing(alone, node).contexts(best.candidate) == []
+    assert f"parallel.context={best.candidate.spec.context}" in train_words(best)
+    assert not Costing(work, node).find_misfits(best.candidate)
+    assert Costing(work, node).find_misfits(best.candidate.with_changes(context=1))
+    assert Costing(alone, node).context_sizes(best.candidate) == []
 
 
 class EveryThird:
@@ -478,8 +483,10 @@ def test_the_command_plans_without_torch(tmp_path: Path) -> None:
 def test_overrides_carry_what_is_recomputed(recompute: Recompute | None) -> None:
     words = ["experiment=qwen_image_flowgrpo", "hardware=h20x16"]
     costing = costing_of(configuration.load(words))
-    outcome = evaluate(costing, costing.candidate(16, 0, recompute=recompute), costing.bound())
-    composed = configuration.load([*words, *overrides(outcome)])
+    outcome = simulate_candidate(
+        costing, costing.make_candidate(16, 0, recompute=recompute), costing.step_bound()
+    )
+    composed = configuration.load([*words, *train_words(outcome)])
     assert candidate_of(composed.settings, 16, 0, costing.work.trained_steps).recompute == recompute
 
 
@@ -567,8 +574,8 @@ def test_where_nothing_fits_the_frozen_base_is_quantized(
 def test_quantized_weights_are_not_divided() -> None:
     words = ["experiment=flux1_flowgrpo", "hardware=node_8xh100"]
     costing = costing_of(configuration.load(words)).quantized
-    assert not costing.misfits(costing.candidate(8, 0))
-    (reason,) = costing.misfits(costing.candidate(8, 0, sharding="fsdp"))
+    assert not costing.find_misfits(costing.make_candidate(8, 0))
+    (reason,) = costing.find_misfits(costing.make_candidate(8, 0, sharding="fsdp"))
     assert reason == "quantized weights are not divided among trainers"
 
 
@@ -648,12 +655,12 @@ def test_every_experiment_has_a_plan_or_a_reason_on_every_profile(count: int) ->
             plan = make_plan(costing)
         except PlanError:
             continue
-        winner = chosen(plan, asynchronous=True)[0]
+        winner = eligible_outcomes(plan, asynchronous=True)[0]
         assert winner.settled
         assert winner.efficiency <= 1.0 + 1e-9
-        again = evaluate(costing, winner.candidate, plan.bound_s, exact=True, trace=trace)
+        again = simulate_candidate(costing, winner.candidate, plan.bound_s, exact=True, trace=trace)
         assert again.step_s == pytest.approx(winner.step_s, rel=1e-12)
-        assert booked(plan, True, Booking(10)) + table(plan, True, Booking(10), 5)
+        assert booking_lines(plan, True, Booking(10)) + candidate_table(plan, True, Booking(10), 5)
         assert json.dumps(as_json(plan, None, "", True, Booking(10)))
 
 
@@ -675,8 +682,10 @@ def test_an_evaluation_by_rollouts_costs_what_their_waiting_does_not_hide() -> N
         on: Costing(replace(FLUX, evaluated=4, rollouts_evaluate=on), hardware)
         for on in (True, False)
     }
-    candidate = by[True].candidate(4, 4, first="fast")
-    assert {name for name, role in by[True].placed(candidate) if role == "rollout"} == {"slow"}
+    candidate = by[True].make_candidate(4, 4, first="fast")
+    assert {name for name, role in by[True].placed_ranks(candidate) if role == "rollout"} == {
+        "slow"
+    }
     first, second = Drawn(1, 4, FLUX.steps), Drawn(5, 4, FLUX.steps)
     one, five = (by[True].evaluation_seconds(drawn, candidate) for drawn in (first, second))
     assert five == pytest.approx(2 * one)
@@ -690,11 +699,12 @@ def test_an_evaluation_by_rollouts_costs_what_their_waiting_does_not_hide() -> N
     assert by[False].evaluation_seconds(second, candidate) == pytest.approx(2 * one), (
         "trainers wait for the slowest GPU"
     )
-    assert by[True].evaluation_seconds(second, by[True].candidate(8, 0)) == pytest.approx(one), (
-        "nobody else is there"
-    )
+    assert by[True].evaluation_seconds(second, by[True].make_candidate(8, 0)) == pytest.approx(
+        one
+    ), "nobody else is there"
     outcome, theirs = (
-        evaluate(costing, candidate, costing.bound()) for costing in (by[True], by[False])
+        simulate_candidate(costing, candidate, costing.step_bound())
+        for costing in (by[True], by[False])
     )
     assert theirs.evaluation_s(second) == theirs.costing.evaluation_seconds(second, candidate)
     assert 0.0 <= outcome.evaluation_s(first) <= one
@@ -702,7 +712,7 @@ def test_an_evaluation_by_rollouts_costs_what_their_waiting_does_not_hide() -> N
     long = outcome.evaluation_s(many)
     assert by[True].evaluation_seconds(many, candidate) - outcome.step_s < long
     assert outcome.evaluation_s(replace(first, prompts=800)) - long == pytest.approx(100 * one)
-    short = Booking(10, None, 2, second).hours(outcome) * 3600
+    short = Booking(10, None, 2, second).run_hours(outcome) * 3600
     assert short == pytest.approx(10 * outcome.step_s + outcome.evaluation_s(second) + five)
 
 
@@ -737,32 +747,38 @@ def test_a_wider_search_finds_no_faster_asynchronous_run(
 def test_what_a_node_gathers_over_slow_links_costs_that_node_and_its_share() -> None:
     hardware = Hardware((replace(FAST, per_node=2), replace(SLOW, per_node=2, intra_gb_s=4.0)))
     costing = Costing(FLUX, hardware)
-    held = costing.candidate(6, 2, first="fast", sharding="hsdp", shares=True, gap=0)
-    cluster = costing.cluster(held)
+    held = costing.make_candidate(6, 2, first="fast", sharding="hsdp", shares=True, gap=0)
+    cluster = costing.build_cluster(held)
     assert (cluster.lockstep, cluster.together) == (True, 2)
     exposed = {rank.pool: rank.exposed_seconds for rank in cluster.trainers}
     gathering = costing.costs.sharding_seconds([hardware.find_pool("fast")], 2)
     assert exposed["fast"] == pytest.approx(
-        (1 - reaches(hardware.find_pool("fast")).hidden) * gathering
+        (1 - efficiency_of(hardware.find_pool("fast")).hidden) * gathering
     )
     assert exposed["fast"] < 0.1 * exposed["slow"]
     paid = {rank.pool: rank.cell_seconds + rank.exposed_seconds for rank in cluster.trainers}
-    shares = costing.spec(held).shares
+    shares = costing.schedule_spec(held).shares
     assert shares[0] / shares[-1] == pytest.approx(paid["slow"] / paid["fast"])
-    floor = costing.floor(held)
-    assert floor <= evaluate(costing, held, costing.bound(), exact=True).step_s < 1.2 * floor
+    floor = costing.step_floor(held)
+    assert (
+        floor
+        <= simulate_candidate(costing, held, costing.step_bound(), exact=True).step_s
+        < 1.2 * floor
+    )
 
 
 def test_what_is_much_slower_undisturbed_does_not_win_by_bearing_disturbances(
     costing: Costing,
 ) -> None:
-    first = evaluate(costing, costing.candidate(8, 0, shares=True), costing.bound())
+    first = simulate_candidate(
+        costing, costing.make_candidate(8, 0, shares=True), costing.step_bound()
+    )
     outcomes = []
     for seconds, robust in ((10.0, 13.0), (10.4, 12.0), (11.1, 11.5)):
         result = replace(first.result, step_ends=(0.0, seconds), first=0)
         outcomes.append(replace(first, result=result, quick_s=seconds))
         vars(outcomes[-1])["robust_s"] = robust
-    assert [outcome.step_s for outcome in planner._ranked(outcomes)] == [10.4, 10.0, 11.1]
+    assert [outcome.step_s for outcome in planner._rank_outcomes(outcomes)] == [10.4, 10.0, 11.1]
 
 
 @pytest.mark.heavy

@@ -13,9 +13,14 @@ from digenrl.config import Composed
 from digenrl.extensions.planner import advice, reading
 from digenrl.extensions.planner.advice import PlannerAdvisor, planned_schedule
 from digenrl.extensions.planner.memory import rollout_memory
-from digenrl.extensions.planner.plan_text import explanation, overrides
+from digenrl.extensions.planner.plan_text import explain_winner, train_words
 from digenrl.extensions.planner.planner import sync_run
-from digenrl.extensions.planner.reading import candidate_of, costing_of, given, workload
+from digenrl.extensions.planner.reading import (
+    candidate_of,
+    costing_of,
+    fixed_choices,
+    read_workload,
+)
 from digenrl.recompute import Recompute
 from tests.changed import ABSENT, but
 
@@ -57,7 +62,7 @@ def test_evaluations_go_to_rollouts_where_each_has_room(
 ) -> None:
     """The pool of a trainer is not asked, and encoders that stay on the GPU take room."""
     monkeypatch.setattr(reading, "USABLE", 1.0)
-    work = replace(workload(loaded), rollouts_evaluate=True, evaluated=1)
+    work = replace(read_workload(loaded), rollouts_evaluate=True, evaluated=1)
     for offloaded, size, rows in ((True, 2, 2), (False, 2, 2), (None, 2, 2), (True, "auto", 1)):
         need = rollout_memory(work, rows, offloaded is False).gib
         (found,) = loaded.settings.as_plain()["hardware"]["pools"].values()
@@ -94,7 +99,7 @@ def test_rollouts_evaluate_what_there_is_if_they_may(
     loaded: Composed, words: dict[str, Any], evaluate: bool
 ) -> None:
     composed = but(loaded, **words)
-    assert workload(composed).rollouts_evaluate == evaluate
+    assert read_workload(composed).rollouts_evaluate == evaluate
 
 
 @pytest.mark.parametrize(
@@ -105,7 +110,7 @@ def test_a_forward_is_made_twice_where_the_guidance_is_not_the_networks_own(
 ) -> None:
     scale = ABSENT if embedded is None else embedded
     composed = but(loaded, sampling__guidance_scale=3.5, model__true_cfg_scale=scale)
-    assert workload(composed).guidance == guided
+    assert read_workload(composed).guidance == guided
 
 
 def test_encoders_that_stay_leave_smaller_tasks(
@@ -114,7 +119,7 @@ def test_encoders_that_stay_leave_smaller_tasks(
     """What fills the memory fits, and where nothing fits a task is one sample."""
     monkeypatch.setattr(advice, "USABLE", 1.0)
     monkeypatch.setattr(advice, "NEARLY", 0.0)  # the largest that fits
-    work = replace(workload(loaded), rollouts_evaluate=False)
+    work = replace(read_workload(loaded), rollouts_evaluate=False)
     resident, away = (rollout_memory(work, 4, stay).gib for stay in (True, False))
     assert away < rollout_memory(work, 8, False).gib < rollout_memory(work, 1, True).gib < resident
     for memory, offloaded, size in (
@@ -161,9 +166,9 @@ def test_what_a_plan_must_keep_is_what_the_user_has_set(
     plain = {"model__gradient_checkpointing": "auto", "parallel__sharding": "auto"}
     composed = replace(but(loaded, **plain | words), overrides=())
     costing = costing_of(loaded)
-    assert given(composed, costing) == {"skip_zero": True} | found
+    assert fixed_choices(composed, costing) == {"skip_zero": True} | found
     named = replace(composed, overrides=("sampling.task_size=2", "+schedule.gap=0"))
-    kept = given(named, costing)
+    kept = fixed_choices(named, costing)
     assert kept == {"skip_zero": True, "gap": 0, "task_size": 2} | found
 
 
@@ -200,8 +205,8 @@ def test_a_schedule_of_auto_is_the_plans_best_but_for_what_is_named(
     assert kinds == {(0, 2), (1, 2)}
     monkeypatch.setattr(advice, "make_plan", lambda *words: plan)
     best, made = plan.outcomes[0], PlannerAdvisor().choose_schedule(composed, 2)
-    _, why = explanation(plan, asynchronous=True)
-    assert why != explanation(plan, asynchronous=False)[1]
+    _, why = explain_winner(plan, asynchronous=True)
+    assert why != explain_winner(plan, asynchronous=False)[1]
     sync = sync_run(plan.costing, 2)
     assert sync is not None
     assert made.planned == {
@@ -212,14 +217,14 @@ def test_a_schedule_of_auto_is_the_plans_best_but_for_what_is_named(
     assert f" runs, {sync.step_s / best.step_s:.2f} x schedule=sync (predicted). " in said
     assert f" {why} It sets " in said
     words = said.partition(" It sets ")[2].removesuffix(".").split()
-    assert {"allocation.trainers=2", "schedule.auto=false"} < set(words) < set(overrides(best))
+    assert {"allocation.trainers=2", "schedule.auto=false"} < set(words) < set(train_words(best))
     assert not any(word.startswith(("schedule.tsp.batch", "sampling.task_size")) for word in words)
     assert all(word.split("=")[0] not in named for word in words)
     assert made.settings.allocation.trainers == 2
     assert made.settings.schedule.auto is False
     without = replace(plan, outcomes=plan.outcomes[1:])
     monkeypatch.setattr(advice, "sync_run", lambda *_: None)
-    assert " runs (predicted). " in advice._chosen(composed, without).notes[-1]
+    assert " runs (predicted). " in advice._with_best_run(composed, without).notes[-1]
 
 
 def test_a_schedule_of_auto_is_planned_where_the_gpus_are_those_of_the_profile(
@@ -231,7 +236,7 @@ def test_a_schedule_of_auto_is_planned_where_the_gpus_are_those_of_the_profile(
     assert [(words[0].hardware.gpus, words[1], words[3]) for words in asked] == [
         (8, None, False)
     ] * 2
-    assert asked[0][2] == given(loaded, asked[0][0])
+    assert asked[0][2] == fixed_choices(loaded, asked[0][0])
     (pool,) = loaded.settings.as_plain()["hardware"]["pools"].values()
     pools = {"hardware__pools__one": pool, "hardware__pools__other": pool}
     two = but(loaded, hardware__pools__h100=ABSENT, **pools)

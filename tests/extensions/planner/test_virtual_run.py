@@ -18,10 +18,10 @@ from digenrl.extensions.planner.virtual_cluster import (
     Cluster,
     Disturbance,
     VirtualRank,
-    coarsen,
+    coarsen_run,
     micro_batches,
 )
-from digenrl.extensions.planner.virtual_run import simulate, steady
+from digenrl.extensions.planner.virtual_run import simulate_steps, simulate_until_steady
 from digenrl.schedule import ScheduleSpec, group_version, place_fragment, update_fragments
 
 
@@ -85,7 +85,7 @@ PROPERTY = settings(max_examples=120, deadline=None, suppress_health_check=[Heal
 
 
 def check(spec: ScheduleSpec, cluster: Cluster, steps: int, disturbance: Disturbance) -> Simulated:
-    result = simulate(
+    result = simulate_steps(
         spec, cluster, steps, disturbance, trace=True
     )  # raises when it halts or names no cause
     trainers = len(cluster.trainers)
@@ -164,7 +164,9 @@ BASE = {"prompts": 8, "group_size": 8, "task_size": 2, "denoise_steps": 6, "trai
 
 def test_each_mechanism_shortens_the_step() -> None:
     def step(trainers: int = 4, rollouts: int = 4, **changes: object) -> float:
-        return simulate(ScheduleSpec(**{**BASE, **changes}), even(trainers, rollouts), 4).step_s  # type: ignore[arg-type]
+        return simulate_steps(
+            ScheduleSpec(**{**BASE, **changes}), even(trainers, rollouts), 4
+        ).step_s  # type: ignore[arg-type]
 
     sync = step()
     gap = step(gap=1)
@@ -185,11 +187,11 @@ def test_fast_trainers_begin_with_the_first_fragment() -> None:
     spec = ScheduleSpec(**work, gap=1, tsp_shard=True, tag=True)  # type: ignore[arg-type]
     ranks = [VirtualRank(i, "trainer", "p", 1 / 3, cell_seconds=0.25) for i in range(2)]
     ranks += [VirtualRank(2 + i, "rollout", "p", 4 / 3) for i in range(4)]
-    run = simulate(spec, Cluster(tuple(ranks), publish_seconds=0.5), 4)
+    run = simulate_steps(spec, Cluster(tuple(ranks), publish_seconds=0.5), 4)
     assert run.step_s == pytest.approx(0.5 + 8.0 + 3.0, abs=0.01)
     made = {(task, rank < 2) for step, task, rank, _ in run.made if step == 3}
     assert made == {(task, task < 4) for task in range(8)}
-    alone = simulate(replace(spec, tag=False), Cluster(tuple(ranks), publish_seconds=0.5), 4)
+    alone = simulate_steps(replace(spec, tag=False), Cluster(tuple(ranks), publish_seconds=0.5), 4)
     assert alone.step_s == pytest.approx(0.5 + 8.0 + 8.0 + 3.0, abs=0.01)
 
 
@@ -202,7 +204,9 @@ def test_whole_stale_batches_share_the_next_step_between_lenders_and_rollouts() 
     ranks = [VirtualRank(i, "trainer", "p", 1.0, cell_seconds=2 / 3) for i in range(8)]
     cluster = Cluster((*ranks, *(VirtualRank(8 + i, "rollout", "p", 1.0) for i in range(8))))
     bound = 96 * 6 * (1 + 2 / 3) / 16
-    alone, lending = (steady(replace(spec, tag=tag), cluster, steps=20) for tag in (False, True))
+    alone, lending = (
+        simulate_until_steady(replace(spec, tag=tag), cluster, steps=20) for tag in (False, True)
+    )
     assert alone.step_s == pytest.approx(96 * 6 / 8)
     assert lending.step_s < 1.05 * bound
     steps = [after - before for before, after in pairwise(lending.step_ends)][4:]
@@ -217,9 +221,9 @@ def test_lockstep_pays_the_slowest_rank_and_communication() -> None:
         VirtualRank(1, "trainer", "p", 1.0, cell_seconds=3.0),
     )
     rollout = VirtualRank(2, "rollout", "p", 0.001)
-    free = simulate(spec, Cluster((*ranks, rollout), lockstep=True), 1).step_s
+    free = simulate_steps(spec, Cluster((*ranks, rollout), lockstep=True), 1).step_s
     exposed = (replace(rank, exposed_seconds=0.5) for rank in ranks)
-    paid = simulate(spec, Cluster((*exposed, rollout), lockstep=True), 1).step_s
+    paid = simulate_steps(spec, Cluster((*exposed, rollout), lockstep=True), 1).step_s
     micro = 32 * 6 // 2
     assert free == pytest.approx(3.0 * micro, rel=0.01)
     assert paid - free == pytest.approx(0.5 * micro, rel=1e-6)
@@ -231,14 +235,16 @@ def test_shares_follow_speed() -> None:
         VirtualRank(1, "trainer", "p", 1.0, cell_seconds=3.0),
     )
     cluster = Cluster((*ranks, VirtualRank(2, "rollout", "p", 0.001)))
-    equal = simulate(ScheduleSpec(**BASE, tsp_shard=True), cluster, 1).step_s
-    shared = simulate(ScheduleSpec(**BASE, tsp_shard=True, shares=(3.0, 1.0)), cluster, 1).step_s
+    equal = simulate_steps(ScheduleSpec(**BASE, tsp_shard=True), cluster, 1).step_s
+    shared = simulate_steps(
+        ScheduleSpec(**BASE, tsp_shard=True, shares=(3.0, 1.0)), cluster, 1
+    ).step_s
     assert shared == pytest.approx(equal / 2, rel=0.02)
 
 
 def test_a_trainer_death_is_refused() -> None:
     with pytest.raises(ValueError, match="only rollout ranks die alone"):
-        simulate(ScheduleSpec(**BASE), even(1, 1), 1, Disturbance(failures=((0.5, 0),)))
+        simulate_steps(ScheduleSpec(**BASE), even(1, 1), 1, Disturbance(failures=((0.5, 0),)))
 
 
 def irregular(mean: float, growth: float = 1.0, spread: float = 1.0) -> list[float]:
@@ -301,10 +307,12 @@ def test_a_buffer_that_is_being_emptied_is_no_speed() -> None:
     spec = ScheduleSpec(**BASE, gap=1, tsp_shard=True, async_steps=1)
     ranks = [VirtualRank(i, "trainer", "p", 1.0, cell_seconds=0.8) for i in range(4)]
     cluster = Cluster((*ranks, *(VirtualRank(4 + i, "rollout", "p", 1.0) for i in range(4))))
-    found = steady(spec, cluster)
+    found = simulate_until_steady(spec, cluster)
     assert found.settled
     assert found.step_s == pytest.approx(32 * 6 / 4, rel=0.01)  # generation's work over its ranks
-    assert steady(spec, cluster, steps=26).step_s == pytest.approx(found.step_s, rel=0.01)
+    assert simulate_until_steady(spec, cluster, steps=26).step_s == pytest.approx(
+        found.step_s, rel=0.01
+    )
 
 
 def test_two_windows_that_agree_by_chance_are_no_steady_step() -> None:
@@ -316,7 +324,10 @@ def test_two_windows_that_agree_by_chance_are_no_steady_step() -> None:
         VirtualRank(2, "rollout", "r", 1.0, 1.0, 1.0, 1.5, adopt_seconds=2.0),
     )
     spec = ScheduleSpec(1, 3, 1, 3, 1, gap=0, async_steps=1, stale_fraction=0.3)
-    found, long = steady(spec, Cluster(ranks)), steady(spec, Cluster(ranks), steps=160)
+    found, long = (
+        simulate_until_steady(spec, Cluster(ranks)),
+        simulate_until_steady(spec, Cluster(ranks), steps=160),
+    )
     assert not found.settled or found.step_s == pytest.approx(long.step_s, rel=0.005)
 
 
@@ -326,9 +337,11 @@ def test_two_windows_that_agree_by_chance_are_no_steady_step() -> None:
 def test_a_settled_step_is_that_of_a_longer_run(spec: ScheduleSpec, cluster: Cluster) -> None:
     """Without lending, which may switch itself off long afterwards."""
     spec = replace(spec, tag=False)
-    found = steady(spec, cluster)
+    found = simulate_until_steady(spec, cluster)
     if found.settled:
-        assert steady(spec, cluster, steps=40).step_s == pytest.approx(found.step_s, rel=0.02)
+        assert simulate_until_steady(spec, cluster, steps=40).step_s == pytest.approx(
+            found.step_s, rel=0.02
+        )
 
 
 @pytest.mark.parametrize(
@@ -354,9 +367,11 @@ def test_micro_batches_are_those_of_the_runtimes_placement(context, size, update
 def test_coarse_run_of_equal_ranks_takes_as_long_as_the_whole_run() -> None:
     spec = ScheduleSpec(**{**BASE, "group_size": 64, "task_size": 1}, gap=1, tsp_shard=True)
     cluster = even(16, 16, reduce_seconds=0.3, deliver_seconds=0.1)
-    smaller, fewer = coarsen(spec, cluster, 8)
+    smaller, fewer = coarsen_run(spec, cluster, 8)
     assert len(fewer.ranks) == 8 < len(cluster.ranks)
-    assert steady(smaller, fewer).step_s == pytest.approx(steady(spec, cluster).step_s, rel=0.01)
+    assert simulate_until_steady(smaller, fewer).step_s == pytest.approx(
+        simulate_until_steady(spec, cluster).step_s, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("together", [0, 8])
@@ -373,9 +388,9 @@ def test_coarse_run_of_sharded_trainers_waits_for_the_fullest_of_the_ranks(toget
     spec = ScheduleSpec(**{**BASE, **numbers}, gap=1, tsp_shard=True)
     whole = replace(even(16, 16), lockstep=True, together=together, useful=1 / 3)
     whole = replace(whole, ranks=tuple(replace(rank, cell_seconds=9.0) for rank in whole.ranks))
-    smaller, fewer = coarsen(spec, whole, 8)
+    smaller, fewer = coarsen_run(spec, whole, 8)
     exact, quick, blind = (
-        steady(spec, cluster).step_s
+        simulate_until_steady(spec, cluster).step_s
         for spec, cluster in (
             (spec, whole),
             (smaller, fewer),
@@ -398,7 +413,7 @@ def test_groups_of_sharded_trainers_wait_for_their_own_and_at_the_update() -> No
     ]
     cluster = Cluster((*ranks, VirtualRank(4, "rollout", "p", 0.001)))
     replicas, nodes, everyone = (
-        simulate(spec, replace(cluster, lockstep=lockstep, together=together), 1).step_s
+        simulate_steps(spec, replace(cluster, lockstep=lockstep, together=together), 1).step_s
         for lockstep, together in ((False, 0), (True, 2), (True, 0))
     )
     assert nodes == pytest.approx(replicas, rel=0.02)
@@ -412,7 +427,9 @@ def test_no_group_of_sharded_trainers_is_ahead_of_the_first() -> None:
     cells = (2.0, 2.0, 1.0, 1.0)
     ranks = [VirtualRank(i, "trainer", "p", 1.0, cell_seconds=cell) for i, cell in enumerate(cells)]
     cluster = Cluster((*ranks, VirtualRank(4, "rollout", "p", 0.001)), lockstep=True, together=2)
-    spans = [span for span in simulate(spec, cluster, 1, trace=True).spans if span.stage == "train"]
+    spans = [
+        span for span in simulate_steps(spec, cluster, 1, trace=True).spans if span.stage == "train"
+    ]
     ends = {span.rank: span.end - span.start for span in spans}
     assert ends[0] == pytest.approx(3 * 2.0)
     assert ends[2] == pytest.approx(2 * 2.0 + 1.0)
@@ -423,7 +440,15 @@ def test_jitter_of_many_micro_batches_evens_out() -> None:
     micro-batch has its own."""
     spec = ScheduleSpec(**{**BASE, "group_size": 32, "task_size": 1}, tsp_shard=True)
     cluster = even(8, 0)
-    calm = steady(spec, cluster, steps=8).step_s
-    assert 1.0 < steady(spec, cluster, 8, disturbance=Disturbance(jitter=0.05)).step_s / calm < 1.05
+    calm = simulate_until_steady(spec, cluster, steps=8).step_s
+    assert (
+        1.0
+        < simulate_until_steady(spec, cluster, 8, disturbance=Disturbance(jitter=0.05)).step_s
+        / calm
+        < 1.05
+    )
     held = replace(cluster, lockstep=True)
-    assert steady(spec, held, 8, disturbance=Disturbance(jitter=0.05)).step_s / calm > 1.06
+    assert (
+        simulate_until_steady(spec, held, 8, disturbance=Disturbance(jitter=0.05)).step_s / calm
+        > 1.06
+    )

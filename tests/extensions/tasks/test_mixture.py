@@ -45,7 +45,7 @@ def test_the_velocity_is_the_mean_of_noise_minus_data() -> None:
         noise = (x - (1 - s) * data) / s
         weights = (-noise.square().sum(1) / 2).double().softmax(dim=0)
         expected = (weights[:, None] * (noise - data)).sum(0)
-        found = network.base(x[None], torch.tensor([[s]]))[0]
+        found = network.mixture_velocity(x[None], torch.tensor([[s]]))[0]
         assert float((found - expected).abs().max()) < 0.1
         assert float((found + expected).abs().max()) > 0.5
 

@@ -17,7 +17,7 @@ from digenrl.extensions.tasks.scenes import (
     EDIT_BASE_FILE,
     ScenesEditPolicy,
     ScenesPolicy,
-    pack,
+    pack_pictures,
     text_features,
 )
 from digenrl.rewards.protocol import source_images
@@ -34,7 +34,7 @@ LORA = yaml.safe_load((Path(__file__).parents[3] / "configs/model/scenes.yaml").
 
 def test_packing_is_undone_by_decoding() -> None:
     _, pictures = draw_scenes(4, torch.Generator().manual_seed(0))
-    latents = pack(pictures)
+    latents = pack_pictures(pictures)
     assert latents.shape == (4, 36, 48)
     assert torch.allclose(ScenesPolicy("random").codec.decode(latents), pictures, atol=1e-6)
     policy = ScenesPolicy("random")

@@ -39,11 +39,11 @@ def test_a_driver_that_torch_does_not_fit_is_told_which_torch(
 
 def test_full_or_protected_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert levels(list(setup.disk())) == ["ok"]
+    assert levels(list(setup.check_disk())) == ["ok"]
     monkeypatch.setattr(setup, "MIN_DISK_GIB", 1e9)
-    assert levels(list(setup.disk())) == ["warning"]
+    assert levels(list(setup.check_disk())) == ["warning"]
     monkeypatch.setattr(setup.os, "access", lambda *_: False)
-    (finding,) = setup.disk()
+    (finding,) = setup.check_disk()
     assert finding.level == "fix"
     assert "output_root=" in finding.text
 

@@ -19,7 +19,7 @@ from huggingface_hub.utils import filter_repo_objects
 from hydra.utils import get_class
 
 from digenrl import config as configuration
-from digenrl.extensions.tools.downloads import IGNORED, downloads
+from digenrl.extensions.tools.downloads import IGNORED, find_downloads
 from digenrl.model_folder import require_data
 from digenrl.models import tiny as builds
 from digenrl.rewards.published import WEIGHTS, files_read
@@ -98,7 +98,7 @@ def copied(source: Path, target: Path) -> Path:
 def test_a_run_opens_what_is_listed_of_its_checkpoint(experiment: str, tmp_path: Path) -> None:
     (wanted,) = (
         each
-        for each in downloads(configuration.load([f"experiment={experiment}"]).settings)[0]
+        for each in find_downloads(configuration.load([f"experiment={experiment}"]).settings)[0]
         if each.key == "model.path"
     )
     words = [f"experiment={experiment}", "hardware=cpu_tiny"]
@@ -169,10 +169,10 @@ def test_the_model_of_a_judge_is_fetched_where_the_run_serves_it() -> None:
     words = ["experiment=sd35_flowgrpo", "hardware=node_8xh100", "reward=vlm_judge", "data=scenes"]
     own = ["reward.placement=managed", "hardware.pools.h100.judges=1"]
     judge = "Qwen/Qwen2.5-VL-7B-Instruct"
-    wanted, elsewhere = downloads(configuration.load(words).settings)
+    wanted, elsewhere = find_downloads(configuration.load(words).settings)
     assert judge not in [each.repository for each in wanted]
     assert [line for line in elsewhere if judge in line and "by you" in line]
-    wanted, elsewhere = downloads(configuration.load([*words, *own]).settings)
+    wanted, elsewhere = find_downloads(configuration.load([*words, *own]).settings)
     (found,) = (each for each in wanted if each.repository == judge)
     assert found.key == "reward.rewards.vlm_judge.scorer.model"
     assert {"config.json", "model.safetensors", "chat_template*"} <= set(found.files)

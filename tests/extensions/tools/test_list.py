@@ -11,7 +11,7 @@ from digenrl.cli.main import main
 from digenrl.config.compose import group_options
 from digenrl.config.errors import nearest_name
 from digenrl.config.shipped import config_directory
-from digenrl.extensions.tools.cli.check import needs
+from digenrl.extensions.tools.cli.check import check_needs
 
 
 def test_every_option_has_a_line_and_nothing_is_cut_off(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,12 +63,12 @@ def test_the_nearest_name_may_hold_what_was_asked() -> None:
 def test_all_that_a_run_lacks_is_said_at_once_gpus_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    findings = list(needs(["experiment=flux1_flowgrpo", "hardware=node_8xh100"]))
+    findings = list(check_needs(["experiment=flux1_flowgrpo", "hardware=node_8xh100"]))
     lacking = [(each.subject, each.text) for each in findings if each.level == "fix"]
     assert [subject for subject, _ in lacking] == ["GPUs", "model", "rewards"]
     assert "hf download black-forest-labs/FLUX.1-dev" in lacking[1][1]
     assert "hf download yuvalkirstain/PickScore_v1" in lacking[2][1]
-    assert {each.level for each in needs(["experiment=digits_flowgrpo"])} == {"ok"}
+    assert {each.level for each in check_needs(["experiment=digits_flowgrpo"])} == {"ok"}
     assert main(["check", "experiment=nowhere", "seeed=3"]) == 1
     said = capsys.readouterr().out
     assert "there is no such experiment" in " ".join(said.split())

@@ -10,7 +10,7 @@ import pytest
 
 from digenrl.extensions.tools.cli import fetch as command
 from digenrl.extensions.tools.published import SETS, PublishedSet, PublishedSource, blob_id
-from digenrl.prompts import read
+from digenrl.prompts import read_prompt_file
 
 TRAIN, TEST = "a cat\na dog\na cat\na bird\n", "a dog\na fish\n"
 
@@ -40,7 +40,7 @@ def test_a_published_set_is_checked_and_what_is_held_out_is_not_trained(
     assert command.main(["prompts=mine"]) == 0
     out, told = capsys.readouterr()
     train, heldout = (word.partition("=")[2] for word in out.splitlines()[-1].split())
-    assert [record.text for record in read(train).prompts] == ["a cat", "a bird"]
+    assert [record.text for record in read_prompt_file(train).prompts] == ["a cat", "a bird"]
     assert heldout == str(folder / "test.txt")
     assert "as published, 3 prompts and 1 repeated" in told
     assert "without what is held out, 1 fewer" in told

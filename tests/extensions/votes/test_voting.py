@@ -133,10 +133,10 @@ def test_another_rank_serves_the_page_when_one_ends(tmp_path):
 def test_what_a_dead_rank_has_left_is_neither_shown_nor_kept(tmp_path):
     folder = tmp_path / "votes"
     group = ballots.Group(prompt="old", mime="image/png", samples=2, per_sample=1)
-    path = ballots.post(folder, group, [b"a", b"b"])
-    assert [each.path for each in ballots.waiting(folder)] == [path]
+    path = ballots.post_group(folder, group, [b"a", b"b"])
+    assert [each.path for each in ballots.waiting_groups(folder)] == [path]
     os.utime(path, (1, 1))
-    assert ballots.waiting(folder) == []
+    assert ballots.waiting_groups(folder) == []
     assert not path.exists()
 
 
@@ -145,7 +145,9 @@ def test_no_sample_has_a_side_of_its_own(tmp_path):
     page = VotePage(tmp_path, "token", 0, 0)
     group = ballots.Group(prompt="p", mime="image/png", samples=2, per_sample=1)
     names = [f"{number:032x}" for number in range(200)]
-    pairs = [page._chosen(ballots.Waiting(tmp_path / name, group), [], "voter") for name in names]
+    pairs = [
+        page._choose_pair(ballots.Waiting(tmp_path / name, group), [], "voter") for name in names
+    ]
     assert {*pairs} == {(0, 1), (1, 0)}
     assert 70 < pairs.count((0, 1)) < 130
 
@@ -164,7 +166,7 @@ HOSTILE_LINES = [
 @pytest.mark.parametrize("line", HOSTILE_LINES)
 def test_lines_of_others_count_for_nothing(tmp_path, line):
     (tmp_path / "votes.jsonl").write_bytes(line + b"\n")
-    assert ballots.Ballots(tmp_path).of("0" * 32) == []
+    assert ballots.Ballots(tmp_path).votes_of("0" * 32) == []
 
 
 def test_no_link_is_followed(tmp_path):

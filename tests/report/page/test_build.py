@@ -13,9 +13,9 @@ from PIL import Image
 
 from digenrl.cli import report
 from digenrl.record.run_dir import append_event
-from digenrl.report.build import finish, rebuild
+from digenrl.report.build import finish_report, rebuild_report
 from digenrl.report.page import plots
-from digenrl.report.page.comparison import comparison
+from digenrl.report.page.comparison import draw_comparison
 from digenrl.report.page.plots import PICTURES
 from digenrl.report.page.style import paper_style
 from digenrl.report.pictures import read_samples
@@ -98,12 +98,12 @@ def test_rebuilding_changes_nothing(built: Path, monkeypatch: pytest.MonkeyPatch
     before = {
         name: (built / name).read_bytes() for name in ("summary.json", "trace.json", "report.html")
     }
-    rebuild(built)
+    rebuild_report(built)
     assert {name: (built / name).read_bytes() for name in before} == before
 
 
 def test_a_crashed_run_still_gets_its_report(crashed: Path) -> None:
-    summary = rebuild(crashed)
+    summary = rebuild_report(crashed)
     assert summary["status"] == "unfinished"
     assert json.loads((crashed / "summary.json").read_text()) == summary
     page = read_page(crashed / "report.html")
@@ -116,7 +116,7 @@ def test_a_crashed_run_still_gets_its_report(crashed: Path) -> None:
 
 def test_a_run_that_died_at_once_gets_a_report(tmp_path: Path) -> None:
     append_event(tmp_path, "launch", {})
-    finish(tmp_path, "failed", "no free port")
+    finish_report(tmp_path, "failed", "no free port")
     assert "no free port" in " ".join(read_page(tmp_path / "report.html").text)
 
 
@@ -131,7 +131,7 @@ def test_one_picture_that_fails_costs_no_other(
     )
     kept = {name: PICTURES[name] for name in ("samples/before_after.png", "plots/reward.png")}
     monkeypatch.setattr(plots, "PICTURES", kept)
-    summary = rebuild(path)
+    summary = rebuild_report(path)
     assert (path / "plots/reward.png").exists()
     named = [warning.split(" could")[0] for warning in summary["warnings"]]
     assert named == ["samples/before_after.png", "the gallery"]
@@ -143,7 +143,7 @@ def test_text_from_a_run_cannot_become_markup(
 ) -> None:
     monkeypatch.setattr(plots, "PICTURES", {})
     path = write_run(tmp_path / "run", steps=1, samples=False)
-    finish(path, "failed", "<script>alert(1)</script>")
+    finish_report(path, "failed", "<script>alert(1)</script>")
     html = (path / "report.html").read_text()
     assert "<script" not in html
     assert "&lt;script&gt;" in html
@@ -151,7 +151,7 @@ def test_text_from_a_run_cannot_become_markup(
 
 def test_finish_refuses_an_unknown_status(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="completed, stopped or failed"):
-        finish(tmp_path, "done")
+        finish_report(tmp_path, "done")
 
 
 def test_comparison_matches_samples_by_prompt_and_position(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_comparison_matches_samples_by_prompt_and_position(tmp_path: Path) -> No
     np.savez(tmp_path / "eval-8.npz", media=media, prompts=np.array(["b", "a", "x", "b", "a", "x"]))
     before, after = read_samples(tmp_path / "eval-0.npz"), read_samples(tmp_path / "eval-8.npz")
     with paper_style():
-        figure = comparison(before, after)
+        figure = draw_comparison(before, after)
     shown = {}
     for axes in figure.axes:
         if axes.images:
@@ -191,7 +191,7 @@ def test_videos_are_shown_as_film_strips(tmp_path: Path, animated: bool) -> None
             **more,
         )
     with paper_style():
-        figure = comparison(
+        figure = draw_comparison(
             read_samples(tmp_path / "eval-0.npz"), read_samples(tmp_path / "eval-5.npz")
         )
     shown = [np.asarray(axes.images[0].get_array()) for axes in figure.axes]

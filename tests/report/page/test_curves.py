@@ -20,19 +20,19 @@ def run(finished: Path) -> Run:
 
 
 def test_smoothing_keeps_ends_and_lines() -> None:
-    assert curves.smoothed([2.0, 4.0, 6.0, 8.0, 10.0], 3) == [2.0, 4.0, 6.0, 8.0, 10.0]
-    assert curves.smoothed([0.0, 3.0, 0.0], 3) == [0.0, 1.0, 0.0]
+    assert curves.running_mean([2.0, 4.0, 6.0, 8.0, 10.0], 3) == [2.0, 4.0, 6.0, 8.0, 10.0]
+    assert curves.running_mean([0.0, 3.0, 0.0], 3) == [0.0, 1.0, 0.0]
 
 
 def test_reward_and_held_out_share_an_axis_only_on_the_same_scale(run: Run) -> None:
     with paper_style():
-        figure = curves.reward(run)
+        figure = curves.draw_reward(run)
         assert figure is not None
         assert len(figure.axes) == 1
         other = replace(
             run, evals=tuple({**row, "heldout": 10 * row["heldout"]} for row in run.evals)
         )
-        figure = curves.reward(other)
+        figure = curves.draw_reward(other)
     assert figure is not None
     assert len(figure.axes) == 2
     assert figure.axes[0].get_ylim()[1] < 1.1
@@ -41,7 +41,7 @@ def test_reward_and_held_out_share_an_axis_only_on_the_same_scale(run: Run) -> N
 def test_clip_fraction_is_shown_by_age_when_weights_of_several_ages_were_used(run: Run) -> None:
     ages = {"clip_fraction/stale_0": 0.1, "clip_fraction/stale_1": 0.2}
     with paper_style():
-        figure = curves.policy(replace(run, steps=tuple({**row, **ages} for row in run.steps)))
+        figure = curves.draw_policy(replace(run, steps=tuple({**row, **ages} for row in run.steps)))
     assert figure is not None
     legend = figure.axes[1].get_legend()
     assert legend is not None
@@ -60,7 +60,9 @@ def test_one_slow_step_does_not_flatten_the_others(run: Run) -> None:
     assert figure.axes[0].get_ylim()[1] < 10
 
 
-@pytest.mark.parametrize("plot", [curves.reward, curves.policy, curves.diversity, curves.step_time])
+@pytest.mark.parametrize(
+    "plot", [curves.draw_reward, curves.draw_policy, curves.draw_diversity, curves.step_time]
+)
 def test_nothing_is_drawn_of_nothing(run: Run, plot: object) -> None:
     assert plot(replace(run, steps=(), evals=())) is None  # type: ignore[operator]
 
@@ -69,10 +71,10 @@ def test_a_published_curve_is_a_band_behind_the_rewards(tmp_path: Path) -> None:
     from tests.report.test_tables import CURVE
 
     path = write_run(tmp_path / "run", steps=8, samples=False)
-    plain = curves.reward(read_run(path))
+    plain = curves.draw_reward(read_run(path))
     with (path / "config.yaml").open("a") as config:
         config.write(CURVE)
-    figure = curves.reward(read_run(path))
+    figure = curves.draw_reward(read_run(path))
     assert plain is not None
     assert figure is not None
     assert len(figure.axes[0].patches) == len(plain.axes[0].patches) + 1

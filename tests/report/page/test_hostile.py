@@ -15,7 +15,7 @@ import pytest
 
 from digenrl.cli import report
 from digenrl.record.run_dir import append_jsonl
-from digenrl.report.build import rebuild
+from digenrl.report.build import rebuild_report
 from digenrl.report.page import plots
 from digenrl.report.page.plots import PICTURES
 from digenrl.report.read_run import is_number, read_run
@@ -84,7 +84,7 @@ def test_whatever_the_files_hold_its_pictures_are_drawn_or_named(tmp_path: Path,
     (path / "samples").mkdir()
     for step, content in ((0, b"no archive"), (4, b"")):
         (path / "samples" / f"eval-{step}.npz").write_bytes(content)
-    summary = rebuild(path)
+    summary = rebuild_report(path)
     named = [
         warning.split(" could not")[0]
         for warning in summary["warnings"]
@@ -151,7 +151,7 @@ def test_no_link_out_of_the_run_is_followed_and_no_pipe_is_waited_for(
     secret.write_text(json.dumps(row) + "\n")
     change(path, secret)
     outside = {file: file.read_bytes() for file in tmp_path.glob("[!r]*/*")}
-    summary = rebuild(path)
+    summary = rebuild_report(path)
     for file in ("report.html", "summary.json", "trace.json"):
         assert "HIDDEN" not in (path / file).read_text()
     assert {file: file.read_bytes() for file in tmp_path.glob("[!r]*/*")} == outside

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from digenrl.callbacks.loggers import Guarded
 from digenrl.callbacks.wandb_logger import WandbLogger
-from digenrl.report.page.logged import logged
+from digenrl.report.page.logged import picture_logger
 from tests.callbacks.test_evaluation import evaluated_edits
 from tests.callbacks.test_records import history
 
@@ -29,7 +29,7 @@ def of_images(step: int) -> Show:
     media = (
         np.full((9, 3, 16, 16), step, np.uint8) + np.arange(9, dtype=np.uint8)[:, None, None, None]
     )
-    return logged(media, PROMPTS, SCORES, {"r": 1.0}, 2, 2, None)
+    return picture_logger(media, PROMPTS, SCORES, {"r": 1.0}, 2, 2, None)
 
 
 def log(logger: Logger, run_dir: Path, *shown: Show) -> None:
@@ -79,7 +79,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("offline")
 def test_wandb_gets_pictures_with_score_and_prompt_and_videos_as_mp4(tmp_path: Path) -> None:
     media, scores = np.zeros((2, 5, 3, 16, 16), np.uint8), {"r": np.zeros(2, np.float32)}
-    videos = logged(media, ("moves",) * 2, scores, {"r": 1.0}, 1, 1, None)
+    videos = picture_logger(media, ("moves",) * 2, scores, {"r": 1.0}, 1, 1, None)
     logger = WandbLogger(tmp_path)
     log(logger, tmp_path, of_images(10), videos)
     name = f"eval/01 {PROMPTS[3][:40]}/captions"

@@ -14,8 +14,8 @@ from PIL import Image
 
 from digenrl.report.page import gallery
 from digenrl.report.page.gallery import Tile
-from digenrl.report.page.html import render
-from digenrl.report.page.showing import CHANGES, MOMENTS, showing
+from digenrl.report.page.html import render_page
+from digenrl.report.page.showing import CHANGES, MOMENTS, samples_to_show
 from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
 
@@ -52,7 +52,7 @@ def evaluated(
 
 
 def test_the_same_sample_of_each_prompt_at_evenly_chosen_evaluations(tmp_path: Path) -> None:
-    shown = showing(read_run(evaluated(tmp_path, 11, ["p" * 300, "q"])))
+    shown = samples_to_show(read_run(evaluated(tmp_path, 11, ["p" * 300, "q"])))
     assert shown is not None
     assert shown.steps == (0, 20, 40, 60, 80, 100)[:MOMENTS]
     (first, cells), (second, _) = shown.rows
@@ -69,7 +69,7 @@ def test_the_same_sample_of_each_prompt_at_evenly_chosen_evaluations(tmp_path: P
 
 def test_best_worst_and_change_are_of_the_optimised_reward(tmp_path: Path) -> None:
     prompts = [f"prompt {number}" for number in range(20)]
-    shown = showing(read_run(evaluated(tmp_path, 2, prompts)))
+    shown = samples_to_show(read_run(evaluated(tmp_path, 2, prompts)))
     assert shown is not None
     assert [cell.prompt for cell in shown.best[:2]] == ["prompt 19", "prompt 19"]
     assert [cell.prompt for cell in shown.worst[:2]] == ["prompt 0", "prompt 0"]
@@ -83,8 +83,8 @@ def test_best_worst_and_change_are_of_the_optimised_reward(tmp_path: Path) -> No
 @pytest.mark.parametrize("animated", [False, True], ids=["from text", "from images"])
 def test_a_video_is_a_video_in_the_report(tmp_path: Path, animated: bool) -> None:
     run = read_run(evaluated(tmp_path, 1, ["<b>"], (5, 3, 15, 16), animated))
-    shown = showing(run)
-    page = render(run, build_summary(run), {})
+    shown = samples_to_show(run)
+    page = render_page(run, build_summary(run), {})
     assert shown is not None
     assert shown.changes == ()
     assert page.count('<video src="data:video/mp4;base64,') == 3  # over time, best, worst
@@ -99,16 +99,16 @@ def test_a_video_is_a_video_in_the_report(tmp_path: Path, animated: bool) -> Non
 
 def test_missing_scores_are_neither_best_nor_worst() -> None:
     score = np.array([0.5, math.nan, 0.1, 0.9])
-    assert gallery.extremes(score, 9) == ([3], [2])
-    assert gallery.extremes(score[1:2], 9) == ([], [])
-    assert gallery.caption(Tile(np.zeros((1, 8, 8), np.uint8), "p", math.nan)) == "no score"
+    assert gallery.extreme_rows(score, 9) == ([3], [2])
+    assert gallery.extreme_rows(score[1:2], 9) == ([], [])
+    assert gallery.score_caption(Tile(np.zeros((1, 8, 8), np.uint8), "p", math.nan)) == "no score"
 
 
 @pytest.mark.parametrize(
     "shape", [(1, 8, 8), (3, 512, 900), (4, 3, 64, 64), (9, 3, 480, 832), (3, 2000, 10)]
 )
 def test_stills_have_a_reasonable_size(shape: tuple[int, ...]) -> None:
-    image = gallery.still(np.zeros(shape, np.uint8))
+    image = gallery.still_image(np.zeros(shape, np.uint8))
     assert min(image.size) >= 1
     assert max(image.size) <= gallery.LARGEST * gallery.STRIP_FRAMES * 2
     assert max(image.size) >= gallery.SMALLEST
@@ -116,6 +116,6 @@ def test_stills_have_a_reasonable_size(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1, 20_000), (3, 1, 5000), (1, 20_000, 1), (3, 2, 4000)])
 def test_a_picture_of_a_few_rows_is_not_enlarged_without_bound(shape: tuple[int, ...]) -> None:
-    image = gallery.still(np.zeros(shape, np.uint8))
+    image = gallery.still_image(np.zeros(shape, np.uint8))
     assert image.width * image.height <= max(shape[1] * shape[2], gallery.WIDEST**2)
     assert image.width <= max(shape[2], gallery.WIDEST)

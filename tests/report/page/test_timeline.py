@@ -15,13 +15,13 @@ from digenrl.report.page.style import CAUSE_COLOURS, STAGE_COLOURS, paper_style
 from digenrl.report.page.timeline import (
     NAMED_RANKS,
     SHOWN_RANKS,
-    clipped,
-    lanes,
+    assign_lanes,
+    clip_spans,
+    draw_timeline,
     time_by_rank,
-    timeline,
     typical_window,
 )
-from digenrl.report.read_run import finishes, read_run
+from digenrl.report.read_run import extends_step, read_run
 from tests.report.synthetic import write_lines, write_run
 
 
@@ -55,7 +55,7 @@ def test_no_window_spans_steps_that_the_record_lacks() -> None:
 def test_a_run_of_one_step_is_shown_whole(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", steps=1, samples=False))
     with paper_style():
-        figure = timeline(run)
+        figure = draw_timeline(run)
     assert figure is not None
     assert figure.axes[0].get_title("left") == "What each rank did, the whole run"
 
@@ -63,12 +63,12 @@ def test_a_run_of_one_step_is_shown_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ahead", [0.0, 0.5])
 def test_a_version_is_finished_by_trainers_not_by_stale_generation(ahead: float) -> None:
     spans = [span(0, 2, 0), span(2, 4, 1), span(3 + ahead, 9, 0, "generate", rank=1)]
-    assert [finishes(each) for each in spans] == [True, True, False]
+    assert [extends_step(each) for each in spans] == [True, True, False]
 
 
 def test_overlapping_spans_lie_in_different_lanes_and_others_in_one() -> None:
     spans = [span(0, 3), span(1, 2), span(1.5, 4), span(2, 5), span(5, 6)]
-    chosen = lanes(spans)
+    chosen = assign_lanes(spans)
     assert chosen == [0, 1, 2, 1, 0]
     for first, (a, lane_a) in enumerate(zip(spans, chosen, strict=True)):
         for b, lane_b in list(zip(spans, chosen, strict=True))[first + 1 :]:
@@ -78,7 +78,7 @@ def test_overlapping_spans_lie_in_different_lanes_and_others_in_one() -> None:
 def test_figures_have_a_row_per_rank_and_none_without_spans(finished: Path) -> None:
     run = read_run(finished)
     with paper_style():
-        for plot in (timeline, time_by_rank):
+        for plot in (draw_timeline, time_by_rank):
             figure = plot(run)
             assert figure is not None
             rows = [label.get_text() for label in figure.axes[0].get_yticklabels()]
@@ -88,7 +88,7 @@ def test_figures_have_a_row_per_rank_and_none_without_spans(finished: Path) -> N
 
 def test_spans_are_cut_to_a_window() -> None:
     spans = [span(1.0, 3.0), span(0.0, 2.0, stage="generate", rank=1), span(4.0, 5.0)]
-    cut = [(each.rank, each.start, each.end) for each in clipped(spans, 0.5, 4.0)]
+    cut = [(each.rank, each.start, each.end) for each in clip_spans(spans, 0.5, 4.0)]
     assert cut == [(0, 1.0, 3.0), (1, 0.5, 2.0)]
 
 
@@ -97,7 +97,7 @@ def test_a_record_of_any_number_of_ranks_is_drawn_with_the_first(tmp_path: Path)
     rows = [span(0.0, 1.0, rank=rank).to_dict() for rank in range(5, 3005)]
     write_lines(run / "spans" / "rank-005.jsonl", rows)
     with paper_style():
-        for picture in (timeline, time_by_rank):
+        for picture in (draw_timeline, time_by_rank):
             figure = picture(read_run(run))
             assert figure is not None
             (axes,) = figure.axes
@@ -111,10 +111,10 @@ def test_lanes_are_the_lowest_that_are_free_in_little_time() -> None:
     starts = sorted(rng.random() * 9 for _ in range(300))
     own = [span(start, start + rng.random()) for start in starts]
     ends: list[float] = []
-    for each, lane in zip(own, lanes(own), strict=True):
+    for each, lane in zip(own, assign_lanes(own), strict=True):
         free = [number for number, end in enumerate(ends) if end <= each.start + 1e-9]
         assert lane == min([*free, len(ends)])
         ends[lane : lane + 1] = [each.end]
     began = time.monotonic()
-    assert lanes([span(0.0, 1.0)] * 50_000)[-1] == 49_999
+    assert assign_lanes([span(0.0, 1.0)] * 50_000)[-1] == 49_999
     assert time.monotonic() - began < 5

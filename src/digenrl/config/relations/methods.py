@@ -14,7 +14,7 @@ from digenrl.config.relations.people import people_rewards
 from digenrl.config.relations.view import Rule, View
 from digenrl.facts import file_beside, of_target
 from digenrl.images import PREFERENCE, SAMPLES
-from digenrl.prompts import PromptFileError, read, sources
+from digenrl.prompts import PromptFileError, read_prompt_file, weighted_files
 
 _PREFERENCES = ".OfflineDPO"
 """Ends the `_target_` of the algorithm that trains pairs of files."""
@@ -97,9 +97,9 @@ def _sample_files(get: View) -> Iterator[str]:
             f"rejected file; use an even number, such as {size + 1}."
         )
     wanted = PREFERENCE if offline else ("media",)
-    for name, _ in sources(get("data.prompts")):
+    for name, _ in weighted_files(get("data.prompts")):
         try:
-            file = read(name)
+            file = read_prompt_file(name)
         except PromptFileError:  # said by the check of the files
             return
         for line, prompt in zip(file.lines, file.prompts, strict=True):
@@ -180,8 +180,10 @@ def _untaught_prompts(asked: Any, teachers: dict[str, Any]) -> Iterator[str]:
     if any(teacher.get("prompts") is None for teacher in teachers.values()):
         return
     try:
-        taught = {p.uid for each in teachers.values() for p in read(each["prompts"]).prompts}
-        files = [read(name) for name, _ in sources(asked)]
+        taught = {
+            p.uid for each in teachers.values() for p in read_prompt_file(each["prompts"]).prompts
+        }
+        files = [read_prompt_file(name) for name, _ in weighted_files(asked)]
     except PromptFileError as error:
         yield f"algorithm.teachers: {error}"
         return

@@ -51,14 +51,14 @@ class TransformersDetector:
             and type(AutoConfig.from_pretrained(path, local_files_only=True))
             in MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING
         )
-        self._detect = _pipeline(
+        self._detect = _load_pipeline(
             "zero-shot-object-detection" if self._in_words else "object-detection", path, "detector"
         )
         self._known = {} if self._in_words else dict(self._detect.model.config.label2id)
         self._colour = (
             None
             if colours is None
-            else _pipeline("zero-shot-image-classification", colours, "colours")
+            else _load_pipeline("zero-shot-image-classification", colours, "colours")
         )
 
     @property
@@ -66,7 +66,7 @@ class TransformersDetector:
         """Return the modules, whose weights identify the detector."""
         return [found.model for found in (self._detect, self._colour) if found is not None]
 
-    def find(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
+    def find_objects(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
         """See `digenrl.extensions.bench.geneval.Detector`.
 
         Raises:
@@ -85,13 +85,13 @@ class TransformersDetector:
         options = {"candidate_labels": list(asked)} if self._in_words else {}
         answers = self._detect(to_pil_image(picture), threshold=self._least, **options)
         found = [
-            Detection(asked[answer["label"]], _corners(answer["box"]), float(answer["score"]))
+            Detection(asked[answer["label"]], _box_corners(answer["box"]), float(answer["score"]))
             for answer in answers
             if answer["label"] in asked
         ]
-        return [found[row] for name in classes for row in self._kept(found, name)]
+        return [found[row] for name in classes for row in self._without_overlaps(found, name)]
 
-    def _kept(self, found: Sequence[Detection], label: str) -> list[int]:
+    def _without_overlaps(self, found: Sequence[Detection], label: str) -> list[int]:
         """Return the rows of `found` with this label, without boxes that overlap a box of higher
         score."""
         rows = [row for row, one in enumerate(found) if one.label == label]
@@ -99,7 +99,7 @@ class TransformersDetector:
         scores = torch.tensor([found[row].score for row in rows], dtype=torch.float32)
         return [rows[int(i)] for i in nms(boxes, scores, self._max_overlap)]
 
-    def colours(self, picture: Tensor, found: Sequence[Detection]) -> list[str | None]:
+    def name_colours(self, picture: Tensor, found: Sequence[Detection]) -> list[str | None]:
         """Return CLIP's colour for each box.
 
         Raises:
@@ -112,7 +112,7 @@ class TransformersDetector:
         image = to_pil_image(picture)
         return [
             self._colour(
-                image.crop(_pixels(one.box)),
+                image.crop(_whole_pixels(one.box)),
                 candidate_labels=list(COLOURS),
                 hypothesis_template=f"a photo of a {{}} {one.label}",
             )[0]["label"]
@@ -120,17 +120,17 @@ class TransformersDetector:
         ]
 
 
-def _pixels(box: tuple[float, float, float, float]) -> tuple[int, int, int, int]:
+def _whole_pixels(box: tuple[float, float, float, float]) -> tuple[int, int, int, int]:
     """Return whole pixels, at least one each way."""
     left, top, right, bottom = map(round, box)
     return left, top, max(right, left + 1), max(bottom, top + 1)
 
 
-def _corners(box: Mapping[str, float]) -> tuple[float, float, float, float]:
+def _box_corners(box: Mapping[str, float]) -> tuple[float, float, float, float]:
     return box["xmin"], box["ymin"], box["xmax"], box["ymax"]
 
 
-def _pipeline(task: str, path: Path, key: str) -> Any:
+def _load_pipeline(task: str, path: Path, key: str) -> Any:
     from transformers import pipeline
 
     if not path.is_dir():
@@ -153,23 +153,23 @@ class SceneObjects:
     """Detector of the embedded drawn scenes. An object's labels are its shape, its colour and
     shape, and `object`."""
 
-    def find(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
+    def find_objects(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
         """See `digenrl.extensions.bench.geneval.Detector`."""
         objects = detect(picture[None])[0]
         return [
-            Detection(label, _box(one))
+            Detection(label, _object_box(one))
             for one in objects
             for label in ("object", str(one.shape), f"{one.colour} {one.shape}")
             if label in classes
         ]
 
-    def colours(self, picture: Tensor, found: Sequence[Detection]) -> list[str | None]:
+    def name_colours(self, picture: Tensor, found: Sequence[Detection]) -> list[str | None]:
         """Return the colours that the scenes' judge sees."""
-        known = {_box(one): one.colour for one in detect(picture[None])[0]}
+        known = {_object_box(one): one.colour for one in detect(picture[None])[0]}
         return [known[one.box] for one in found]
 
 
-def _box(one: Found) -> tuple[float, float, float, float]:
+def _object_box(one: Found) -> tuple[float, float, float, float]:
     """Return the box of an object from its centroid, area and shape; an unknown shape counts as a
     circle."""
     shape = SHAPES.index(one.shape) if one.shape else 0

@@ -99,7 +99,7 @@ def read_suite(name: str, file: Path | None = None) -> Suite:
             f"suite={name} needs no file: its prompts are embedded; leave file={file} out."
         )
     path = file or (
-        FOLDER / name / kind.file if kind.file else prompts.locate("drawn_scenes_heldout.txt")
+        FOLDER / name / kind.file if kind.file else prompts.locate_file("drawn_scenes_heldout.txt")
     )
     try:
         content = path.read_bytes()
@@ -120,7 +120,7 @@ def read_suite(name: str, file: Path | None = None) -> Suite:
     return Suite(name, kind, tuple(items), hashlib.sha256(content).hexdigest())
 
 
-def _geneval(text: str) -> list[Item]:
+def _parse_geneval(text: str) -> list[Item]:
     lines = [json.loads(line) for line in text.splitlines() if line.strip()]
     for line in lines:
         for clause in [*line["include"], *line.get("exclude", [])]:
@@ -130,7 +130,7 @@ def _geneval(text: str) -> list[Item]:
     ]
 
 
-def _dpg(text: str) -> list[Item]:
+def _parse_dpg(text: str) -> list[Item]:
     found: dict[str, str] = {}
     for row in csv.DictReader(io.StringIO(text)):
         found.setdefault(row["item_id"], row["text"])
@@ -139,7 +139,7 @@ def _dpg(text: str) -> list[Item]:
     return [Item(key, prompt, ("all",)) for key, prompt in found.items()]
 
 
-def _parti(text: str) -> list[Item]:
+def _parse_parti(text: str) -> list[Item]:
     rows = list(csv.DictReader(io.StringIO(text), delimiter="\t", quoting=csv.QUOTE_NONE))
     return [
         Item(f"{number:05d}", row["Prompt"], (row["Category"],), row)
@@ -147,7 +147,7 @@ def _parti(text: str) -> list[Item]:
     ]
 
 
-def _vbench(text: str) -> list[Item]:
+def _parse_vbench(text: str) -> list[Item]:
     rows = json.loads(text)
     if odd := [
         row["prompt_en"]
@@ -163,7 +163,7 @@ def _vbench(text: str) -> list[Item]:
     ]
 
 
-def _scenes(text: str) -> list[Item]:
+def _parse_scenes(text: str) -> list[Item]:
     """Return the embedded scenes with lines for GenEval's rules: exactly the objects that the
     prompt names."""
     from reward_models.drawn_scenes import asked_scene
@@ -208,7 +208,7 @@ def _clause_of(colour: str, shape: str, named_together: bool) -> Clause:
 PAIRS = "{key}/samples/{sample:04d}.png"
 KINDS: Mapping[str, PromptFormat] = {
     "geneval": PromptFormat(
-        _geneval,
+        _parse_geneval,
         samples=4,
         layout=PAIRS,
         then="evaluation/evaluate_images.py {folder} of github.com/djghosh13/geneval",
@@ -217,7 +217,7 @@ KINDS: Mapping[str, PromptFormat] = {
         sha256="5c48e0813e812e3c373fa5c8ed07a8f0a483be30272b4427b0559c8048e67c13",
     ),
     "dpg": PromptFormat(
-        _dpg,
+        _parse_dpg,
         samples=4,
         layout="{key}.png",
         then="dpg_bench/dist_eval.sh {folder} RESOLUTION of github.com/TencentQQGYLab/ELLA",
@@ -225,7 +225,7 @@ KINDS: Mapping[str, PromptFormat] = {
         source="https://github.com/TencentQQGYLab/ELLA/blob/main/dpg_bench/dpg_bench.csv",
     ),
     "parti": PromptFormat(
-        _parti,
+        _parse_parti,
         samples=1,
         layout=PAIRS,
         then="people: PartiPrompts has no tool; reward=NAME scores {folder} with a reward",
@@ -234,7 +234,7 @@ KINDS: Mapping[str, PromptFormat] = {
         sha256="fab29e41bb512a169b56acab4cf2a41dcb675e285df2efcde6640c7dd3c440eb",
     ),
     "vbench": PromptFormat(
-        _vbench,
+        _parse_vbench,
         samples=5,
         layout="{prompt}-{sample}.mp4",
         then="vbench evaluate --videos_path {folder} --dimension DIMENSION of "
@@ -243,7 +243,7 @@ KINDS: Mapping[str, PromptFormat] = {
         source="VBench_full_info.json of https://github.com/Vchitect/VBench/tree/master/vbench",
     ),
     "scenes": PromptFormat(
-        _scenes, samples=8, layout=PAIRS, then="the detector of reward_models.scene_judges"
+        _parse_scenes, samples=8, layout=PAIRS, then="the detector of reward_models.scene_judges"
     ),
 }
 """Suite -> known facts of it."""

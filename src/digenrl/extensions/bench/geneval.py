@@ -57,11 +57,11 @@ class Detection:
 class Detector(Protocol):
     """Finder of objects and their colours."""
 
-    def find(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
+    def find_objects(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
         """Return the objects of `classes` in a picture [3, H, W] in [0, 1]."""
         ...
 
-    def colours(self, picture: Tensor, found: Sequence[Detection]) -> list[str | None]:
+    def name_colours(self, picture: Tensor, found: Sequence[Detection]) -> list[str | None]:
         """Return the colour of each object, one of `COLOURS`, or None if no colour fits."""
         ...
 
@@ -73,7 +73,7 @@ def classes_of(rules: Rules) -> list[str]:
     )
 
 
-def verdict(
+def find_fault(
     rules: Rules,
     picture: Tensor,
     detector: Detector,
@@ -86,12 +86,12 @@ def verdict(
         threshold: score above which detections count. Lines tagged "counting" use
             `counting_threshold`.
     """
-    seen = _objects(rules, picture, detector, threshold, counting_threshold)
+    seen = _counted_objects(rules, picture, detector, threshold, counting_threshold)
     wrong: list[str] = []
     groups: list[list[Detection] | None] = []
     for clause in rules["include"]:
         first = seen[clause["class"]][: clause["count"]]
-        problem = _unfulfilled(clause, first, picture, detector, groups)
+        problem = _clause_fault(clause, first, picture, detector, groups)
         groups.append(None if problem else first)
         wrong += [problem] if problem else []
     for clause in rules.get("exclude", []):
@@ -109,14 +109,14 @@ def training_terms(
     counting_threshold: float,
 ) -> list[float]:
     """Return the terms whose mean is Flow-GRPO's training reward (yifan123/reward-server
-    `reward_server/gen_eval.py` at 7131478, `evaluate_reward`); arguments as of `verdict`.
+    `reward_server/gen_eval.py` at 7131478, `evaluate_reward`); arguments as of `find_fault`.
 
     Each `include` clause gives 1 - |found - asked| / asked: surplus costs as lack does, and a term
     may be negative. Where the number is not exact, a colour or a place gives 0. Where it is, a
     colour gives 1 - |so coloured - asked| / asked, and a place gives 1, beside 0 where an object is
     elsewhere, or 0 alone where its target's own clause does not hold. `exclude` is not looked at.
     """
-    seen = _objects(rules, picture, detector, threshold, counting_threshold)
+    seen = _counted_objects(rules, picture, detector, threshold, counting_threshold)
     terms: list[float] = []
     groups: list[list[Detection] | None] = []
     for clause in rules["include"]:
@@ -126,18 +126,18 @@ def training_terms(
         if not holds and ("color" in clause or "position" in clause):
             terms.append(0.0)
         if holds and "color" in clause:
-            coloured = detector.colours(picture, found).count(clause["color"])
+            coloured = detector.name_colours(picture, found).count(clause["color"])
             terms.append(1.0 - abs(count - coloured) / count)
             holds = coloured == count
         if holds and "position" in clause:
             others = groups[clause["position"][1]]
-            holds = others is not None and not _misplaced(clause, found, others)
+            holds = others is not None and not _position_fault(clause, found, others)
             terms += [0.0] * (not holds) + [1.0] * (others is not None)
         groups.append(found if holds else None)
     return terms
 
 
-def _objects(
+def _counted_objects(
     rules: Rules,
     picture: Tensor,
     detector: Detector,
@@ -147,12 +147,12 @@ def _objects(
     """Return the objects of each class that count, the highest scores first."""
     least = counting_threshold if rules["tag"] == "counting" else threshold
     classes = classes_of(rules)
-    seen = [found for found in detector.find(picture, classes) if found.score > least]
+    seen = [found for found in detector.find_objects(picture, classes) if found.score > least]
     seen.sort(key=lambda found: -found.score)
     return {name: [one for one in seen if one.label == name][:MOST_OBJECTS] for name in classes}
 
 
-def _unfulfilled(
+def _clause_fault(
     clause: Clause,
     found: Sequence[Detection],
     picture: Tensor,
@@ -167,7 +167,7 @@ def _unfulfilled(
     if len(found) < count:
         return f"{name}: {len(found)}, expected {count}"
     if "color" in clause:
-        colours = detector.colours(picture, found)
+        colours = detector.name_colours(picture, found)
         if colours.count(clause["color"]) < count:
             return (
                 f"{name}: {', '.join(str(colour) for colour in colours)}, expected "
@@ -178,23 +178,23 @@ def _unfulfilled(
         others = groups[target]
         if others is None:
             return f"{name}: nothing that it could be {relation}"
-        return _misplaced(clause, found, others)
+        return _position_fault(clause, found, others)
     return ""
 
 
-def _misplaced(clause: Clause, found: Sequence[Detection], others: Sequence[Detection]) -> str:
+def _position_fault(clause: Clause, found: Sequence[Detection], others: Sequence[Detection]) -> str:
     """Return where the first object is that has not the asked place beside each of `others`; "" if
     all have."""
     relation = clause["position"][0]
     for one in found:
         for other in others:
-            if relation not in (held := relations(one, other)):
+            if relation not in (held := spatial_relations(one, other)):
                 place = " and ".join(sorted(held)) or "nowhere plainly"
                 return f"{clause['class']}: {place}, expected {relation}"
     return ""
 
 
-def relations(one: Detection, other: Detection) -> set[str]:
+def spatial_relations(one: Detection, other: Detection) -> set[str]:
     """Return the relations of `one` to `other`: up to two of left of, right of, above, below."""
     offsets, apart = [], []
     for axis in (0, 1):

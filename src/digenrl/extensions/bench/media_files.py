@@ -13,7 +13,7 @@ from PIL import Image, ImageSequence
 from torch import Tensor
 
 from digenrl import extras
-from digenrl.images.reader import flattened, listed, read_picture
+from digenrl.images.reader import flatten_picture, list_files, read_picture
 
 PICTURES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 VIDEOS = (".avi", ".gif", ".mkv", ".mov", ".mp4", ".webm")
@@ -36,7 +36,7 @@ def media_files(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         raise MediaError(f"{folder}: no such folder of pictures or videos.")
-    files = listed(folder, PICTURES + VIDEOS)
+    files = list_files(folder, PICTURES + VIDEOS)
     if not files:
         raise MediaError(
             f"{folder}: holds no picture or video ({', '.join(sorted(PICTURES + VIDEOS))})."
@@ -58,7 +58,11 @@ def read_media(path: Path, max_frames: int, max_pixels: int) -> Tensor:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             video = path.suffix.lower() in VIDEOS
-            pixels = _video(path, max_frames, max_pixels) if video else _picture(path, max_pixels)
+            pixels = (
+                _read_video(path, max_frames, max_pixels)
+                if video
+                else _read_still(path, max_pixels)
+            )
     except ImportError:
         raise
     except Exception as error:  # a decoder raises anything about a broken file: TypeError of a TIFF
@@ -76,25 +80,25 @@ def _check_size(pixels: int, max_pixels: int) -> None:
         )
 
 
-def _picture(path: Path, max_pixels: int) -> np.ndarray:
+def _read_still(path: Path, max_pixels: int) -> np.ndarray:
     with Image.open(path, formats=FORMATS) as file:
         _check_size(file.width * file.height, max_pixels)
     picture = np.array(read_picture(path, FORMATS, max_pixels))
     return picture[:, :, None] if picture.ndim == 2 else picture
 
 
-def _animation(path: Path, max_frames: int, max_pixels: int) -> np.ndarray:
+def _read_animation(path: Path, max_frames: int, max_pixels: int) -> np.ndarray:
     with Image.open(path, formats=("GIF",)) as file:
         frames: list[np.ndarray] = []
         for frame in islice(ImageSequence.Iterator(file), max_frames):
             _check_size((len(frames) + 1) * file.width * file.height, max_pixels)
-            frames.append(np.array(flattened(frame).convert("RGB")))
+            frames.append(np.array(flatten_picture(frame).convert("RGB")))
     return np.stack(frames)
 
 
-def _video(path: Path, max_frames: int, max_pixels: int) -> np.ndarray:
+def _read_video(path: Path, max_frames: int, max_pixels: int) -> np.ndarray:
     if path.suffix.lower() == ".gif":
-        return _animation(path, max_frames, max_pixels)
+        return _read_animation(path, max_frames, max_pixels)
     try:
         import imageio.v3 as imageio
     except ImportError as error:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from digenrl.extensions.bench.detectors import TransformersDetector
-from digenrl.extensions.bench.geneval import Rules, training_terms, verdict
+from digenrl.extensions.bench.geneval import Rules, find_fault, training_terms
 from digenrl.rewards.protocol import rgb_bytes
 from digenrl.types import Prompt
 from reward_models.weights import byte_tokenizer, checkpoint, make_clip, module_digest
@@ -71,15 +71,17 @@ class GenEval:
         """Return [B] scores, at most 1."""
         pictures = rgb_bytes(media, 1)[:, 0].float() / 255
         scores = [
-            self.score(picture, cast(Rules, prompt.metadata))
+            self.score_picture(picture, cast(Rules, prompt.metadata))
             for picture, prompt in zip(pictures, prompts, strict=True)
         ]
         return torch.tensor(scores, dtype=torch.float32)
 
-    def score(self, picture: Tensor, rules: Rules) -> float:
+    def score_picture(self, picture: Tensor, rules: Rules) -> float:
         """Return the score of one picture [3, H, W] against a line of the suite."""
         if self.strict:
-            return float(not verdict(rules, picture, self.detector, self.threshold, self.counting))
+            return float(
+                not find_fault(rules, picture, self.detector, self.threshold, self.counting)
+            )
         terms = training_terms(rules, picture, self.detector, self.threshold, self.counting)
         return sum(terms) / len(terms)
 

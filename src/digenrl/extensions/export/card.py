@@ -12,7 +12,7 @@ from typing import Any
 import diffusers
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from digenrl.extensions.export.diffusers_export import lora_file, part
+from digenrl.extensions.export.diffusers_export import component_network, lora_file
 from digenrl.models.policy import Policy
 from digenrl.record.run_dir import atomic_replace, printable_text
 from digenrl.record.small_file import json_of, read_text
@@ -45,7 +45,7 @@ def write_card(
         undefined=StrictUndefined,
     )
     # A run may be foreign: its words stay words in YAML, Python and Markdown.
-    templates.filters |= {"quoted": json.dumps, "plain": _plain}
+    templates.filters |= {"quoted": json.dumps, "plain": _escape_markdown}
     text = templates.get_template("card.md.j2").render(
         config=config,
         base=config["model"].get(
@@ -63,7 +63,9 @@ def write_card(
         pipeline=pipeline,
         by_pipeline=hasattr(getattr(diffusers, pipeline or "", None), "load_lora_weights"),
         settings=json.dumps(settings, indent=2).replace("`", r"\u0060"),
-        transformer=type(part(policy, next(iter(policy.components.values())))).__name__,
+        transformer=type(
+            component_network(policy, next(iter(policy.components.values())))
+        ).__name__,
         weights=weights,
     )
     card = folder / "README.md"
@@ -72,7 +74,7 @@ def write_card(
     return card
 
 
-def _plain(value: object) -> str:
+def _escape_markdown(value: object) -> str:
     """Return `value` as Markdown that shows it, on one line."""
     text = " ".join(printable_text(str(value)).split())
     return re.sub(r"([\\`*\[\]<>#|~&]|\b_|_\b)", r"\\\1", text)

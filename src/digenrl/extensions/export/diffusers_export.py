@@ -34,7 +34,7 @@ def export_policy(policy: Policy, folder: Path) -> list[Path]:
         return _export_transformers(policy, folder)
     transformer: Any = policy.transformer
     files = []
-    for subfolder, layers in _adapters(policy):
+    for subfolder, layers in _component_adapters(policy):
         metadata = transformer.peft_config[ADAPTER].to_dict()
         metadata["target_modules"] = sorted(
             name.removesuffix(FIRST) for name in layers if name.endswith(FIRST)
@@ -62,7 +62,7 @@ def lora_pipeline(policy: Policy | type[Policy]) -> Any:
     return getattr(diffusers, name)
 
 
-def _adapters(policy: Policy) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _component_adapters(policy: Policy) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield (subfolder, tensors of the adapter) for every component."""
     transformer: Any = policy.transformer
     layers = get_peft_model_state_dict(transformer)
@@ -75,7 +75,7 @@ def _adapters(policy: Policy) -> Iterator[tuple[str, dict[str, Tensor]]]:
         yield subfolder, {name: value.detach().cpu().contiguous() for name, value in own.items()}
 
 
-def part(policy: Policy, prefix: str) -> Any:
+def component_network(policy: Policy, prefix: str) -> Any:
     """Return the network whose tensor names begin with `prefix` in the policy's transformer."""
     return policy.transformer.get_submodule(prefix.removesuffix("."))
 
@@ -97,7 +97,7 @@ def export_layout(policy: Policy, folder: Path, layout: str) -> list[Path]:
             "format=diffusers"
         )
     files = []
-    for subfolder, layers in _adapters(policy):
+    for subfolder, layers in _component_adapters(policy):
         try:
             names, swapped = policy.checkpoint_names, policy.swapped_halves
             renamed = in_layout(layers, policy.adapter.lora.alpha, names, layout, swapped)
@@ -113,6 +113,6 @@ def _export_transformers(policy: Policy, folder: Path) -> list[Path]:
     written = list[Path]()
     for subfolder, prefix in policy.components.items():
         target = folder / subfolder
-        part(policy, prefix).save_pretrained(target)
+        component_network(policy, prefix).save_pretrained(target)
         written += [target / "config.json", *sorted(target.glob("*.safetensors"))]
     return written

@@ -54,9 +54,9 @@ def in_layout(
     }
     found: dict[str, Tensor] = {}
     while left:
-        group, target = _group(min(left), names)
-        down, up = _joined(
-            [_factors(layers, name) for name in group],
+        group, target = _checkpoint_group(min(left), names)
+        down, up = _join_factors(
+            [_layer_factors(layers, name) for name in group],
             [_WIDER.get(n.split(".")[-1], 1) for n in group],
         )
         if group[0].endswith(swapped):
@@ -68,7 +68,7 @@ def in_layout(
     return found
 
 
-def _group(layer: str, names: Names) -> tuple[list[str], str]:
+def _checkpoint_group(layer: str, names: Names) -> tuple[list[str], str]:
     """Return the layers that are one layer in the checkpoint, in its order, and the checkpoint's
     name for it."""
     if not names:
@@ -84,13 +84,15 @@ def _group(layer: str, names: Names) -> tuple[list[str], str]:
     )
 
 
-def _factors(layers: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor] | None:
+def _layer_factors(layers: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor] | None:
     if f"{name}.lora_A.weight" not in layers:
         return None
     return layers[f"{name}.lora_A.weight"], layers[f"{name}.lora_B.weight"]
 
 
-def _joined(parts: list[tuple[Tensor, Tensor] | None], widths: list[int]) -> tuple[Tensor, Tensor]:
+def _join_factors(
+    parts: list[tuple[Tensor, Tensor] | None], widths: list[int]
+) -> tuple[Tensor, Tensor]:
     """Return (down, up) of all parts together; a part without an adapter is zero."""
     down, up = next(part for part in parts if part is not None)
     unit = next(

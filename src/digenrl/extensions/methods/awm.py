@@ -19,7 +19,7 @@ from digenrl.algorithms.copies import BatchStart
 from digenrl.algorithms.objectives import clip_binds, clipped_surrogate, mean_dims
 from digenrl.extensions.methods.forward_losses import MatchingKind, matching_value
 from digenrl.extensions.methods.forward_process import STREAM, OldPolicySchedule, WithOldPolicy
-from digenrl.extensions.methods.noised import NoisedCells, noised
+from digenrl.extensions.methods.noised import NoisedCells, noise_cells
 from digenrl.models.policy import Policy
 from digenrl.types import CellBlock, TrainBatch
 
@@ -74,7 +74,7 @@ class AWM(WithOldPolicy):
         with an advantage."""
         if self.kl_weight > 0 or self.old_weight > 0:
             return super().useful_samples(rewards, weights)
-        return self.nonzero(rewards, weights)
+        return self.nonzero_advantages(rewards, weights)
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
         """Return the micro-batch's loss; keep the weights at the start of a logical batch that has
@@ -87,13 +87,13 @@ class AWM(WithOldPolicy):
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
     ) -> Tensor:
         """[b, K]."""
-        cells = noised(block, range(block.samples), block.numbers, self.seed, STREAM)
+        cells = noise_cells(block, range(block.samples), block.numbers, self.seed, STREAM)
         start = self._start_velocity(cells, batch)
         old = self.old_velocity(cells) if self.old_weight > 0 else None
         reference = self.base_velocity(cells) if self.kl_weight > 0 else None
-        new = cells.velocity(self.policy)
-        value = self._value(new, cells)
-        start_value = value.detach() if start is None else self._value(start, cells)
+        new = cells.predict_velocity(self.policy)
+        value = self._cell_values(new, cells)
+        start_value = value.detach() if start is None else self._cell_values(start, cells)
         ratio = torch.exp(value - start_value)
         weight = (advantages.clamp(-self.max_advantage, self.max_advantage) / self.max_advantage)[
             :, None
@@ -107,7 +107,7 @@ class AWM(WithOldPolicy):
             losses = losses + self.old_weight * mean_dims((new - old) ** 2)
         return losses + self.kl_term(new, reference, live)
 
-    def _value(self, velocity: Tensor, cells: NoisedCells) -> Tensor:
+    def _cell_values(self, velocity: Tensor, cells: NoisedCells) -> Tensor:
         return matching_value(velocity, cells.target, cells.sigma[None], self.matching, self.power)
 
     def _start_velocity(self, cells: NoisedCells, batch: TrainBatch) -> Tensor | None:
@@ -119,4 +119,4 @@ class AWM(WithOldPolicy):
             torch.no_grad(),
             self._batch_start.swapped_into(self.policy.adapter.trained_parameters()),
         ):
-            return cells.velocity(self.policy)
+            return cells.predict_velocity(self.policy)

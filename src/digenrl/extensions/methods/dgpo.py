@@ -18,7 +18,7 @@ from digenrl.algorithms.base import CommonArguments
 from digenrl.algorithms.objectives import clip_binds, mean_dims
 from digenrl.extensions.methods.forward_losses import dgpo_weight
 from digenrl.extensions.methods.forward_process import OldPolicySchedule, WithOldPolicy
-from digenrl.extensions.methods.noised import noised
+from digenrl.extensions.methods.noised import noise_cells
 from digenrl.models.policy import Policy
 from digenrl.types import CellBlock, TrainBatch
 
@@ -72,7 +72,7 @@ class DGPO(WithOldPolicy):
         which a reward differs, whole groups because a group meets."""
         if self.kl_weight > 0:
             return super().useful_samples(rewards, weights)
-        found = self.nonzero(rewards, weights)
+        found = self.nonzero_advantages(rewards, weights)
         return found.any(dim=1, keepdim=True).expand_as(found)
 
     @property
@@ -109,12 +109,12 @@ class DGPO(WithOldPolicy):
                 f"set sampling.task_size={group}"
             )
         advantages = advantages.clamp(-self.max_advantage, self.max_advantage)[:, None]
-        cells = noised(block, range(group), [0] * group, self.seed, STREAM)
+        cells = noise_cells(block, range(group), [0] * group, self.seed, STREAM)
         scale = self.train_guidance
         with nullcontext() if scale is None else self.policy.guided_by(scale):
             reference = self.base_velocity(cells)
             old = None if self.ratio_clip is None else self.old_velocity(cells)
-            new = cells.velocity(self.policy)
+            new = cells.predict_velocity(self.policy)
         distance = mean_dims((new - cells.target) ** 2)
         base = mean_dims((reference - cells.target) ** 2)
         weight = dgpo_weight(distance.detach(), base, advantages, self.beta)

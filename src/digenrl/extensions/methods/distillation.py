@@ -30,7 +30,9 @@ from digenrl.types import CellBlock, TrainBatch
 Divergence = Literal["gaussian", "means"]
 
 
-def distance(mean: Tensor, teacher: Tensor, scale: Tensor, divergence: Divergence) -> Tensor:
+def transition_distance(
+    mean: Tensor, teacher: Tensor, scale: Tensor, divergence: Divergence
+) -> Tensor:
     """Return what a teacher's transition differs by, per dimension, [b, K].
 
     gaussian: mean_dims((mean - teacher)^2) / (2 S^2), the KL of the transitions. means: the same
@@ -56,7 +58,7 @@ class Teacher:
 
 
 class Distillation(PolicyModule):
-    """Loss per cell: the sum over the prompt's teachers of weight * `distance`."""
+    """Loss per cell: the sum over the prompt's teachers of weight * `transition_distance`."""
 
     rewarded = False
 
@@ -79,7 +81,7 @@ class Distillation(PolicyModule):
                 "with a noise level above 0"
             )
         self.divergence: Divergence = divergence
-        self.teachers = {name: _teacher(**settings) for name, settings in teachers.items()}
+        self.teachers = {name: _make_teacher(**settings) for name, settings in teachers.items()}
 
     def on_train_start(self) -> None:
         """Load the teachers. Only trainers hold them.
@@ -91,7 +93,7 @@ class Distillation(PolicyModule):
         own = self.policy.adapter.trained_parameters()
         for name, teacher in self.teachers.items():
             file = teacher_weights(teacher.run, f"{__name__}.{type(self).__name__}")
-            teacher.copy.tensors = _fitted(
+            teacher.copy.tensors = _fit_to_student(
                 f"algorithm.teachers.{name}: {file}", load_file(file), own
             )
 
@@ -107,18 +109,18 @@ class Distillation(PolicyModule):
         new = replay(self.policy, block, self.sde)
         total = torch.zeros_like(new.log_prob)
         for name, target in targets.items():
-            apart = distance(new.mean, target, new.scale, self.divergence)
+            apart = transition_distance(new.mean, target, new.scale, self.divergence)
             self._meters.update(f"distance/{name}", apart.sum() * live, apart.numel() * live)
             total = total + self.teachers[name].weight * apart
         return total
 
 
-def _teacher(run: str, prompts: str | None = None, weight: float = 1.0) -> Teacher:
+def _make_teacher(run: str, prompts: str | None = None, weight: float = 1.0) -> Teacher:
     uids = None if prompts is None else frozenset(each.uid for each in load_prompts(prompts))
     return Teacher(run, float(weight), uids, ParameterCopy())
 
 
-def _fitted(
+def _fit_to_student(
     where: str, tensors: Mapping[str, Tensor], own: Mapping[str, nn.Parameter]
 ) -> dict[str, Tensor]:
     """Return a teacher's tensors, each where and as the student holds its own."""
@@ -130,7 +132,7 @@ def _fitted(
             f"(first: {differing[0]}); train teacher and student with the same `model`"
         )
     moved = {name: value.to(own[name].device, own[name].dtype) for name, value in tensors.items()}
-    if all(torch.equal(value, _whole(own[name])) for name, value in moved.items()):
+    if all(torch.equal(value, _full_tensor(own[name])) for name, value in moved.items()):
         raise ValueError(
             f"{where} equals the student: it would teach nothing; name a run that was trained more"
         )
@@ -142,5 +144,5 @@ def _fitted(
     }
 
 
-def _whole(parameter: nn.Parameter) -> Tensor:
+def _full_tensor(parameter: nn.Parameter) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

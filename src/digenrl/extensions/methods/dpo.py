@@ -17,7 +17,7 @@ from digenrl.algorithms.base import CommonArguments, PolicyModule
 from digenrl.algorithms.copies import ParameterCopy
 from digenrl.algorithms.objectives import mean_dims
 from digenrl.extensions.methods.forward_losses import dpo_loss
-from digenrl.extensions.methods.noised import noised
+from digenrl.extensions.methods.noised import noise_cells
 from digenrl.models.policy import Policy
 from digenrl.types import CellBlock, TrainBatch
 
@@ -63,13 +63,13 @@ class DPO(PolicyModule):
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
     ) -> Tensor:
         """Return [pairs, K], scaled by b/pairs: the sum weighs as much as b x K cells."""
-        chosen, rejected, informative = self.pairing(block, advantages)
+        chosen, rejected, informative = self.pair_samples(block, advantages)
         count = len(chosen)
         names = [block.first_sample + index for index in range(count)]
-        cells = noised(block, chosen + rejected, names + names, self.seed, STREAM)
+        cells = noise_cells(block, chosen + rejected, names + names, self.seed, STREAM)
         with torch.no_grad(), self._reference_weights():
-            reference = mean_dims((cells.velocity(self.policy) - cells.target) ** 2)
-        error = mean_dims((cells.velocity(self.policy) - cells.target) ** 2)
+            reference = mean_dims((cells.predict_velocity(self.policy) - cells.target) ** 2)
+        error = mean_dims((cells.predict_velocity(self.policy) - cells.target) ** 2)
         losses = dpo_loss(
             error[:count],
             error[count:],
@@ -85,7 +85,9 @@ class DPO(PolicyModule):
         self._meters.update("informative_pairs", informative.sum() * live, count * live)
         return losses * (block.samples / count)
 
-    def pairing(self, block: CellBlock, advantages: Tensor) -> tuple[list[int], list[int], Tensor]:
+    def pair_samples(
+        self, block: CellBlock, advantages: Tensor
+    ) -> tuple[list[int], list[int], Tensor]:
         """Return the rows of the better and of the worse samples, pair by pair, and which pairs
         have a gradient ([pairs] bool)."""
         if 2 * self.pairs > block.samples:
@@ -120,7 +122,9 @@ class OfflineDPO(DPO):
 
     rewarded = False
 
-    def pairing(self, block: CellBlock, advantages: Tensor) -> tuple[list[int], list[int], Tensor]:
+    def pair_samples(
+        self, block: CellBlock, advantages: Tensor
+    ) -> tuple[list[int], list[int], Tensor]:
         """Return the rows of all even samples, of all odd ones, and that each pair counts."""
         even, odd = (
             [row for row, number in enumerate(block.numbers) if number % 2 == rest]

@@ -48,13 +48,13 @@ def nft_loss(
     rw = nft_reward_weight(advantages, max_advantage)
     t = sigma.reshape(*sigma.shape, *([1] * (noisy.ndim - sigma.ndim)))
 
-    def error(v: Tensor) -> Tensor:
+    def normalised_error(v: Tensor) -> Tensor:
         difference = noisy - t * v - clean
         scale = mean_dims(difference.detach().double().abs()).clamp(min=1e-5)
         return mean_dims(difference**2) / scale.to(difference.dtype)
 
-    positive = error(beta * velocity + (1.0 - beta) * old_velocity)
-    negative = error((1.0 + beta) * old_velocity - beta * velocity)
+    positive = normalised_error(beta * velocity + (1.0 - beta) * old_velocity)
+    negative = normalised_error((1.0 + beta) * old_velocity - beta * velocity)
     return (rw * positive + (1.0 - rw) * negative) * (max_advantage / beta)
 
 

@@ -52,7 +52,7 @@ class OldPolicySchedule:
                 f"old_policy needs delay, ramp >= 0, 0 <= ceiling < 1, every >= 1, got {self}"
             )
 
-    def decay(self, step: int) -> float:
+    def decay_after(self, step: int) -> float:
         """d after RL step `step` (0-based)."""
         return min(max(step - self.delay, 0) * self.ramp, self.ceiling)
 
@@ -91,7 +91,7 @@ class ForwardProcess(PolicyModule):
     def base_velocity(self, cells: NoisedCells) -> Tensor:
         """Return the frozen base model's velocity [b, K, *L]."""
         with torch.no_grad(), self.policy.adapter.reference():
-            return cells.velocity(self.policy)
+            return cells.predict_velocity(self.policy)
 
     def kl_term(self, new: Tensor, reference: Tensor | None, live: bool) -> Tensor | float:
         """Return kl_weight * mean((v - v_base)^2), [b, K]; 0 without a reference. Counts it."""
@@ -101,7 +101,9 @@ class ForwardProcess(PolicyModule):
         self._meters.update("kl", kl.sum() * live, kl.numel() * live)
         return self.kl_weight * kl
 
-    def nonzero(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    def nonzero_advantages(
+        self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]
+    ) -> Tensor:
         """Return [P, G] bool: samples with an advantage. What `useful` may say where the loss is A
         times something."""
         return self.advantage(rewards, weights).values != 0
@@ -128,14 +130,14 @@ class WithOldPolicy(ForwardProcess):
     def old_velocity(self, cells: NoisedCells) -> Tensor:
         """Return the old policy's velocity [b, K, *L]."""
         with torch.no_grad(), self.in_old():
-            return cells.velocity(self.policy)
+            return cells.predict_velocity(self.policy)
 
     def count_drift(self, new: Tensor, old: Tensor, live: bool) -> None:
         """Log how far the policy is from its old copy: mean((v - v_old)^2)."""
         drift = mean_dims((new.detach() - old) ** 2)
         self._meters.update("velocity_drift", drift.sum() * live, drift.numel() * live)
 
-    def collected(self) -> dict[str, Tensor]:
+    def collect_metrics(self) -> dict[str, Tensor]:
         """Return the RL step's metrics. Warn once where the policy keeps equalling its old copy:
         the loss then contrasts nothing (Tencent-Hunyuan/UniRL#420: no gain in 75 such steps)."""
         found = super().collect_metrics()
@@ -163,5 +165,5 @@ class WithOldPolicy(ForwardProcess):
         last = batch.update == self.updates_per_batch - 1
         if last and (batch.version + 1) % self.old_policy.every == 0:
             self._old.follow_parameters(
-                self.policy.adapter.trained_parameters(), self.old_policy.decay(batch.version)
+                self.policy.adapter.trained_parameters(), self.old_policy.decay_after(batch.version)
             )

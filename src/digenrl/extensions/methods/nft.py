@@ -15,7 +15,7 @@ from torch import Tensor
 from digenrl.algorithms.base import CommonArguments
 from digenrl.extensions.methods.forward_losses import nft_loss
 from digenrl.extensions.methods.forward_process import STREAM, OldPolicySchedule, WithOldPolicy
-from digenrl.extensions.methods.noised import noised
+from digenrl.extensions.methods.noised import noise_cells
 from digenrl.models.policy import Policy
 from digenrl.types import CellBlock, TrainBatch
 
@@ -61,10 +61,10 @@ class NFT(WithOldPolicy):
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
     ) -> Tensor:
         """[b, K]."""
-        cells = noised(block, range(block.samples), block.numbers, self.seed, STREAM)
+        cells = noise_cells(block, range(block.samples), block.numbers, self.seed, STREAM)
         old = self.old_velocity(cells)
         reference = self.base_velocity(cells) if self.kl_weight > 0 else None
-        new = cells.velocity(self.policy)
+        new = cells.predict_velocity(self.policy)
         losses = nft_loss(
             new,
             old,

@@ -39,7 +39,7 @@ class NoisedCells:
         """[rows, K, *L]: eps - x0, the exact velocity."""
         return self.noise - self.clean
 
-    def velocity(self, policy: Policy) -> Tensor:
+    def predict_velocity(self, policy: Policy) -> Tensor:
         """Return [rows, K, *L] of the policy at its present weights, one forward. Raises ValueError
         for a family whose parts have different noise levels."""
         if policy.own_levels:
@@ -57,7 +57,7 @@ class NoisedCells:
         return out.unflatten(0, (rows, count))
 
 
-def noised(
+def noise_cells(
     block: CellBlock,
     rows: Sequence[int],
     noise_of: Sequence[int],

@@ -23,18 +23,18 @@ class Weighted(Surrogate):
     """Gradient -w*A*grad(log-prob) with a weight w that carries no gradient."""
 
     @abstractmethod
-    def weight(self, cells: Cells, ratio: Tensor) -> Tensor:
+    def cell_weights(self, cells: Cells, ratio: Tensor) -> Tensor:
         """w [b, K], from the ratio [b, K] without its gradient."""
 
     def loss(self, cells: Cells) -> Tensor:
         """-w*A*exp(log-prob - itself without gradient)."""
         unit = torch.exp(cells.log_prob - cells.log_prob.detach())
-        return -self.weight(cells, cells.ratio.detach()) * cells.advantages * unit
+        return -self.cell_weights(cells, cells.ratio.detach()) * cells.advantages * unit
 
     def bounded_cells(self, cells: Cells) -> Tensor:
         """Return [b, K] bool: cells whose weight differs from their ratio."""
         ratio = cells.ratio.detach()
-        return self.weight(cells, ratio) != ratio
+        return self.cell_weights(cells, ratio) != ratio
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Capped(Surrogate):
                 f"got {self.cap}"
             )
 
-    def bound(self, cells: Cells) -> float:
+    def weight_cap(self, cells: Cells) -> float:
         """1 + cap."""
         return 1.0 + (cells.clip[1] if self.cap is None else self.cap)
 
@@ -63,7 +63,7 @@ class Uncorrected(Weighted):
 
     clips: ClassVar[bool] = False
 
-    def weight(self, cells: Cells, ratio: Tensor) -> Tensor:
+    def cell_weights(self, cells: Cells, ratio: Tensor) -> Tensor:
         """1."""
         return torch.ones_like(ratio)
 
@@ -85,17 +85,17 @@ class DecoupledPPO(Capped):
 
     def loss(self, cells: Cells) -> Tensor:
         """Reduces to `Clipped` where prox = old."""
-        weight, ratio = self._parts(cells)
-        return weight.clamp(max=self.bound(cells)) * clipped_surrogate(
+        weight, ratio = self._split_ratio(cells)
+        return weight.clamp(max=self.weight_cap(cells)) * clipped_surrogate(
             ratio, cells.advantages, *cells.clip
         )
 
     def bounded_cells(self, cells: Cells) -> Tensor:
         """Return [b, K] bool: cells at which the cap or the clip binds."""
-        weight, ratio = self._parts(cells)
-        return (weight > self.bound(cells)) | clip_binds(ratio, cells.advantages, *cells.clip)
+        weight, ratio = self._split_ratio(cells)
+        return (weight > self.weight_cap(cells)) | clip_binds(ratio, cells.advantages, *cells.clip)
 
-    def _parts(self, cells: Cells) -> tuple[Tensor, Tensor]:
+    def _split_ratio(self, cells: Cells) -> tuple[Tensor, Tensor]:
         """exp(prox - old), exp(new - prox)."""
         assert cells.proximal_log_prob is not None
         correction = torch.exp(cells.proximal_log_prob - cells.old_log_prob)
@@ -107,9 +107,9 @@ class TruncatedIS(Capped, Weighted):
     """Truncated importance sampling (Ionides 2008; IMPALA, arXiv 1802.01561): weight min(r, 1 +
     cap)."""
 
-    def weight(self, cells: Cells, ratio: Tensor) -> Tensor:
+    def cell_weights(self, cells: Cells, ratio: Tensor) -> Tensor:
         """min(r, 1 + cap)."""
-        return ratio.clamp(max=self.bound(cells))
+        return ratio.clamp(max=self.weight_cap(cells))
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class CISPO(Weighted):
     """CISPO (MiniMax-M1, arXiv 2506.13585): weight clamp(r, 1-low, 1+high); no cell loses its
     gradient."""
 
-    def weight(self, cells: Cells, ratio: Tensor) -> Tensor:
+    def cell_weights(self, cells: Cells, ratio: Tensor) -> Tensor:
         """clamp(r, 1-low, 1+high)."""
         return ratio.clamp(1.0 - cells.clip[0], 1.0 + cells.clip[1])
 
@@ -129,7 +129,7 @@ class TOPR(Weighted):
 
     clips: ClassVar[bool] = False
 
-    def weight(self, cells: Cells, ratio: Tensor) -> Tensor:
+    def cell_weights(self, cells: Cells, ratio: Tensor) -> Tensor:
         """1 or min(r, 1), by the sign of A."""
         return torch.where(cells.advantages > 0, torch.ones_like(ratio), ratio.clamp(max=1.0))
 

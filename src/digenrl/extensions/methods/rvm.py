@@ -15,7 +15,7 @@ from torch import Tensor
 from digenrl.algorithms.base import CommonArguments
 from digenrl.extensions.methods.forward_losses import rvm_loss
 from digenrl.extensions.methods.forward_process import STREAM, ForwardProcess
-from digenrl.extensions.methods.noised import noised, uniform_levels
+from digenrl.extensions.methods.noised import noise_cells, uniform_levels
 from digenrl.models.policy import Policy
 from digenrl.types import CellBlock, TrainBatch
 
@@ -50,16 +50,16 @@ class RVM(ForwardProcess):
         """Return which samples can have a gradient: without an anchor, those with an advantage."""
         if self.kl_weight > 0:
             return super().useful_samples(rewards, weights)
-        return self.nonzero(rewards, weights)
+        return self.nonzero_advantages(rewards, weights)
 
     def cell_losses(
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
     ) -> Tensor:
         """[b, K]."""
         own = uniform_levels(block, self.seed) if self.levels == "uniform" else None
-        cells = noised(block, range(block.samples), block.numbers, self.seed, STREAM, own)
+        cells = noise_cells(block, range(block.samples), block.numbers, self.seed, STREAM, own)
         reference = self.base_velocity(cells) if self.kl_weight > 0 else None
-        new = cells.velocity(self.policy)
+        new = cells.predict_velocity(self.policy)
         self.kl_term(new.detach(), reference, live)  # counted; its gradient is the anchor's
         coefficient = self.scale * advantages.clamp(-self.max_advantage, self.max_advantage)
         return rvm_loss(new, cells.target, coefficient[:, None], reference, self.kl_weight)

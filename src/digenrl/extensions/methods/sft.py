@@ -11,7 +11,7 @@ from torch import Tensor
 
 from digenrl.algorithms.base import CommonArguments, PolicyModule
 from digenrl.extensions.methods.forward_losses import flow_matching_loss
-from digenrl.extensions.methods.noised import noised
+from digenrl.extensions.methods.noised import noise_cells
 from digenrl.models.policy import Policy
 from digenrl.types import CellBlock, TrainBatch
 
@@ -39,5 +39,5 @@ class Supervised(PolicyModule):
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
     ) -> Tensor:
         """[b, K]."""
-        cells = noised(block, range(block.samples), block.numbers, self.seed, STREAM)
-        return flow_matching_loss(cells.velocity(self.policy), cells.noise, cells.clean)
+        cells = noise_cells(block, range(block.samples), block.numbers, self.seed, STREAM)
+        return flow_matching_loss(cells.predict_velocity(self.policy), cells.noise, cells.clean)

@@ -86,7 +86,7 @@ class Window:
             )
         return self.size
 
-    def start(self, seed: int, step: int, steps: int) -> int:
+    def window_start(self, seed: int, step: int, steps: int) -> int:
         """Return the first step of the window at RL step `step`."""
         first, stop = pool_of("Window", self.first, self.stop, steps)
         room = stop - first - self.count_trained(steps)
@@ -100,6 +100,6 @@ class Window:
 
     def plan_steps(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
         """Window start..start+size-1 as both SDE and trained steps."""
-        start = self.start(seed, step, steps)
+        start = self.window_start(seed, step, steps)
         window = tuple(range(start, start + self.size))
         return StepPlan(window, window)

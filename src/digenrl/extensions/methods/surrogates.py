@@ -56,14 +56,15 @@ class Guard(Surrogate):
     def loss(self, cells: Cells) -> Tensor:
         """clipped_surrogate(guard ratio) / h."""
         return (
-            clipped_surrogate(self._ratio(cells), cells.advantages, *cells.clip) / cells.sqrt_h**2
+            clipped_surrogate(self._guarded_ratio(cells), cells.advantages, *cells.clip)
+            / cells.sqrt_h**2
         )
 
     def bounded_cells(self, cells: Cells) -> Tensor:
         """Return [b, K] bool: cells at which the clip of the normalised ratio binds."""
-        return clip_binds(self._ratio(cells), cells.advantages, *cells.clip)
+        return clip_binds(self._guarded_ratio(cells), cells.advantages, *cells.clip)
 
-    def _ratio(self, cells: Cells) -> Tensor:
+    def _guarded_ratio(self, cells: Cells) -> Tensor:
         assert cells.old_mean is not None
         return guard_ratio(
             cells.log_prob, cells.old_log_prob, cells.mean, cells.old_mean, cells.scale

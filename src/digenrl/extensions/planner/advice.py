@@ -18,17 +18,17 @@ from digenrl.extensions.planner.emulate import stand_ins
 from digenrl.extensions.planner.floor import training_floor
 from digenrl.extensions.planner.memory import GIB, USABLE, Memory, rollout_memory
 from digenrl.extensions.planner.outcome import CandidateOutcome
-from digenrl.extensions.planner.plan_text import explanation, overrides
-from digenrl.extensions.planner.planner import Plan, PlanError, fastest, make_plan, sync_run
+from digenrl.extensions.planner.plan_text import explain_winner, train_words
+from digenrl.extensions.planner.planner import Plan, PlanError, find_fastest, make_plan, sync_run
 from digenrl.extensions.planner.reading import (
     candidate_of,
     costing_of,
     drawn_of,
-    given,
-    sized,
-    workload,
+    fixed_choices,
+    has_counted_sizes,
+    read_workload,
 )
-from digenrl.extensions.planner.remedies import remedy
+from digenrl.extensions.planner.remedies import find_remedy
 from digenrl.hardware import parse_hardware
 from digenrl.recompute import AUTO
 from digenrl.settle import shard_group
@@ -49,12 +49,12 @@ class PlannerAdvisor:
         Small pictures are bound by launches, so that more of them cost nothing. Large ones are
         bound by arithmetic.
         """
-        if not sized(composed):
+        if not has_counted_sizes(composed):
             return PlainAdvisor().task_size(composed, sizes)
         settings = composed.settings
         # Measured seconds belong to one size and say nothing about another. The size must not
         # depend on which role evaluates either, because that is chosen later.
-        alone = replace(workload(composed), rollouts_evaluate=False)
+        alone = replace(read_workload(composed), rollouts_evaluate=False)
         costing = Costing(alone, replace(parse_hardware(settings.hardware), seconds={}))
         costs, pools, stay = (
             costing.costs,
@@ -86,10 +86,10 @@ class PlannerAdvisor:
             composed = (
                 PlainAdvisor().choose_schedule(composed, processes)
                 if plan is None
-                else _chosen(composed, plan)
+                else _with_best_run(composed, plan)
             )
         split = planned_split(composed, processes)
-        return composed if split is None else _divided(composed, split)
+        return composed if split is None else _with_best_split(composed, split)
 
     def place_model(
         self, composed: Composed, trainers: int, rollouts: int, usual: ModelPlacement
@@ -101,21 +101,23 @@ class PlannerAdvisor:
         trainers finish first. Blocks are computed again only as far as each trainer's memory is
         short.
         """
-        if not sized(composed):
+        if not has_counted_sizes(composed):
             return usual
         settings = composed.settings
         costing = costing_of(composed)
         candidate = candidate_of(settings, trainers, rollouts, costing.work.trained_steps)
-        fitting = _held(settings, costing, candidate)
+        fitting = _fitting_shardings(settings, costing, candidate)
         if not fitting:
             if settings.schedule.tsp.batch == AUTO:
-                candidate = candidate.but(tsp_batch=1)
+                candidate = candidate.with_changes(tsp_batch=1)
             raise ValueError(
-                f"{'; '.join(costing.misfits(candidate))}: {remedy(costing, candidate)}"
+                f"{'; '.join(costing.find_misfits(candidate))}: {find_remedy(costing, candidate)}"
             )
         candidate = fitting[0]
-        pools = costing.trainers(candidate)
-        kept = [costing.recompute(candidate, pool).config for pool, n in pools for _ in range(n)]
+        pools = costing.trainers_by_pool(candidate)
+        kept = [
+            costing.choose_recompute(candidate, pool).config for pool, n in pools for _ in range(n)
+        ]
         drawn = drawn_of(settings)
         slower = None if drawn is None else costing.trainers_evaluate(drawn, candidate)
         return ModelPlacement(
@@ -130,7 +132,7 @@ class PlannerAdvisor:
         """Return the seconds that the profile's costs give, what emulated ranks build, and what the
         report compares."""
         settings = composed.settings
-        if not settings.hardware.emulate and not sized(composed):
+        if not settings.hardware.emulate and not has_counted_sizes(composed):
             return Advice()
         costing = costing_of(composed)
         candidate = candidate_of(settings, trainers, rollouts, costing.work.trained_steps)
@@ -142,7 +144,7 @@ class PlannerAdvisor:
 
     def memory_lines(self, composed: Composed, trainers: int, rollouts: int) -> list[str]:
         """Return what each role's rank will hold, in GiB, by what holds it."""
-        return memory_lines(composed, trainers, rollouts) if sized(composed) else []
+        return memory_lines(composed, trainers, rollouts) if has_counted_sizes(composed) else []
 
 
 def planned_schedule(composed: Composed, processes: int | None = None) -> Plan | None:
@@ -154,7 +156,7 @@ def planned_schedule(composed: Composed, processes: int | None = None) -> Plan |
     """
     settings = composed.settings
     pools = list(settings.hardware.pools.values())
-    if not sized(composed) or any(pool.gpu == "cpu" for pool in pools):
+    if not has_counted_sizes(composed) or any(pool.gpu == "cpu" for pool in pools):
         return None
     costing = costing_of(composed)
     if processes is not None and processes != costing.hardware.gpus:
@@ -166,17 +168,19 @@ def planned_schedule(composed: Composed, processes: int | None = None) -> Plan |
         )
     try:
         return make_plan(
-            costing, None, given(composed, costing), bool(settings.schedule.async_steps)
+            costing, None, fixed_choices(composed, costing), bool(settings.schedule.async_steps)
         )
     except PlanError:
         return None
 
 
-def _chosen(composed: Composed, plan: Plan) -> Composed:
+def _with_best_run(composed: Composed, plan: Plan) -> Composed:
     """Return `composed` with what the plan's best run needs."""
     best = plan.outcomes[0]
-    words = [word for word in overrides(best) if word.partition("=")[0] not in named_keys(composed)]
-    planned, after = _predicted(best), with_words(composed, words)
+    words = [
+        word for word in train_words(best) if word.partition("=")[0] not in named_keys(composed)
+    ]
+    planned, after = _prediction_of(best), with_words(composed, words)
     keys = {word: word.partition("=")[0] for word in words}
     new = [
         w
@@ -189,7 +193,7 @@ def _chosen(composed: Composed, plan: Plan) -> Composed:
         if planned["sync_step_s"]
         else ""
     )
-    figures, why = explanation(plan, asynchronous=True)
+    figures, why = explain_winner(plan, asynchronous=True)
     said = (
         f"schedule=auto: {best.candidate.name}, "
         f"{best.candidate.trainers}+{best.candidate.rollouts}, is the best of {plan.simulated} "
@@ -208,7 +212,7 @@ def planned_split(composed: Composed, processes: int | None = None) -> Candidate
     """
     settings = composed.settings
     asked = (settings.allocation.trainers, settings.allocation.rollouts)
-    if asked != ("auto", "auto") or not sized(composed):
+    if asked != ("auto", "auto") or not has_counted_sizes(composed):
         return None
     costing = costing_of(composed)
     ranks, steps = processes or costing.hardware.gpus, costing.work.trained_steps
@@ -222,15 +226,15 @@ def planned_split(composed: Composed, processes: int | None = None) -> Candidate
         if trainers == ranks and splits:
             break
         try:
-            splits += _held(
+            splits += _fitting_shardings(
                 settings, costing, candidate_of(settings, trainers, ranks - trainers, steps)
             )[:1]
         except ValueError:  # the roles of the pools do not allow it
             continue
-    return fastest(costing, splits, costing.bound())
+    return find_fastest(costing, splits, costing.step_bound())
 
 
-def _divided(composed: Composed, split: CandidateOutcome) -> Composed:
+def _with_best_split(composed: Composed, split: CandidateOutcome) -> Composed:
     """Return `composed` with the split of the ranks that `split` simulated."""
     trainers, rollouts = split.candidate.trainers, split.candidate.rollouts
     said = (
@@ -241,10 +245,10 @@ def _divided(composed: Composed, split: CandidateOutcome) -> Composed:
     after = with_words(
         composed, [f"allocation.trainers={trainers}", f"allocation.rollouts={rollouts}"]
     )
-    return replace(after, notes=(*composed.notes, said), planned=_predicted(split))
+    return replace(after, notes=(*composed.notes, said), planned=_prediction_of(split))
 
 
-def _predicted(outcome: CandidateOutcome) -> dict[str, Any]:
+def _prediction_of(outcome: CandidateOutcome) -> dict[str, Any]:
     """Return the predicted schedule and seconds per step, and those of schedule=sync at its best
     split (`sync_step_s`)."""
     candidate = outcome.candidate
@@ -256,7 +260,9 @@ def _predicted(outcome: CandidateOutcome) -> dict[str, Any]:
     }
 
 
-def _held(settings: Settings, costing: Costing, candidate: Candidate) -> list[Candidate]:
+def _fitting_shardings(
+    settings: Settings, costing: Costing, candidate: Candidate
+) -> list[Candidate]:
     """Return `candidate` with each allowed `parallel.sharding` that fits, from the fewest
     collectives to the least memory.
 
@@ -270,10 +276,10 @@ def _held(settings: Settings, costing: Costing, candidate: Candidate) -> list[Ca
         shardings = ["ddp", *(["hsdp"] if 1 < group < candidate.trainers else []), "fsdp"]
     ways = []
     for sharding in shardings:
-        trial: Candidate | None = candidate.but(sharding=sharding)
+        trial: Candidate | None = candidate.with_changes(sharding=sharding)
         if settings.schedule.tsp.batch == AUTO:
-            trial = _steps_that_fit(costing, candidate.but(sharding=sharding))
-        if trial is not None and not costing.misfits(trial):
+            trial = _steps_that_fit(costing, candidate.with_changes(sharding=sharding))
+        if trial is not None and not costing.find_misfits(trial):
             ways.append(trial)
     return ways
 
@@ -282,19 +288,23 @@ def _steps_that_fit(costing: Costing, candidate: Candidate) -> Candidate | None:
     """Return `candidate` with the steps per forward that fit and with which trainers finish first;
     None if none fit."""
     most = costing.work.most_tsp_batch or costing.work.trained_steps
-    trials = [candidate.but(tsp_batch=batch) for batch in range(1, most + 1)]
+    trials = [candidate.with_changes(tsp_batch=batch) for batch in range(1, most + 1)]
     fitting = [
         trial
         for trial in trials
-        if not any(reason.startswith("trainer") for reason in costing.misfits(trial))
+        if not any(reason.startswith("trainer") for reason in costing.find_misfits(trial))
     ]
 
-    def seconds(trial: Candidate) -> float:
-        fragment, updates = training_floor(costing.spec(trial), costing.cluster(trial))
+    def training_seconds(trial: Candidate) -> float:
+        fragment, updates = training_floor(
+            costing.schedule_spec(trial), costing.build_cluster(trial)
+        )
         return fragment + max(updates)
 
     return min(
-        fitting, key=lambda trial: (round(seconds(trial), 4), -trial.spec.tsp_batch), default=None
+        fitting,
+        key=lambda trial: (round(training_seconds(trial), 4), -trial.spec.tsp_batch),
+        default=None,
     )
 
 
@@ -303,7 +313,7 @@ def expected_seconds(
 ) -> dict[tuple[str, int], float]:
     """Return (stage, rank) -> seconds by the hardware profile, as `Scheduler.expected` takes
     them."""
-    scale, cluster = _scale(settings), costing.cluster(candidate)
+    scale, cluster = _time_scale(settings), costing.build_cluster(candidate)
     expected: dict[tuple[str, int], float] = {}
     for number, rank in enumerate(cluster.ranks):
         seconds = {"generate": rank.task_seconds(settings.sampling.steps)}
@@ -319,7 +329,7 @@ def planned_units(
     settings: Settings, costing: Costing, candidate: Candidate
 ) -> dict[str, dict[str, float]]:
     """Return `Advice.planned`: the mean over ranks that generate, and the slowest trainer."""
-    cluster, size = costing.cluster(candidate), candidate.spec.task_size
+    cluster, size = costing.build_cluster(candidate), candidate.spec.task_size
     seconds = {
         stage: fmean(getattr(r, f"{stage}_seconds") for r in cluster.rollouts or cluster.trainers)
         for stage in ("encode", "step", "decode", "score")
@@ -327,14 +337,16 @@ def planned_units(
     seconds["generate"] = seconds.pop("step") * settings.sampling.steps
     seconds["train"] = costing.cell_seconds(candidate)
     seconds["encode"] *= size  # per prompt
-    gib = sorted((use.gib, role) for (_, role), use in costing.memory(candidate).items())
+    gib = sorted((use.gib, role) for (_, role), use in costing.rank_memory(candidate).items())
     return {
         "gib": {role: held for held, role in gib},
-        "seconds": {stage: _scale(settings) / size * value for stage, value in seconds.items()},
+        "seconds": {
+            stage: _time_scale(settings) / size * value for stage, value in seconds.items()
+        },
     }
 
 
-def _scale(settings: Settings) -> float:
+def _time_scale(settings: Settings) -> float:
     return float(settings.hardware.time_scale) if settings.hardware.emulate else 1.0
 
 
@@ -342,15 +354,15 @@ def memory_lines(composed: Composed, trainers: int, rollouts: int) -> list[str]:
     """Return what each role's rank will hold, in GiB, by what holds it."""
     costing = costing_of(composed)
     candidate = candidate_of(composed.settings, trainers, rollouts, costing.work.trained_steps)
-    several = len({name for name, _ in costing.placed(candidate)}) > 1
+    several = len({name for name, _ in costing.placed_ranks(candidate)}) > 1
     lines = []
-    for (pool, role), use in costing.memory(candidate).items():
+    for (pool, role), use in costing.rank_memory(candidate).items():
         where = f"{role} on {pool}" if several else role
-        lines.append(f"memory    {where}: {use.gib:.1f} GiB ({_parts(use)})")
+        lines.append(f"memory    {where}: {use.gib:.1f} GiB ({_memory_parts(use)})")
         if role == "trainer":
             lines[-1] += (
                 ", gradient checkpointing "
-                f"{costing.recompute(candidate, costing.hardware.find_pool(pool)).config}"
+                f"{costing.choose_recompute(candidate, costing.hardware.find_pool(pool)).config}"
             )
     for pool, gib in costing.host_gib(candidate).items():
         where = f"host of a node of {pool}" if several else "host"
@@ -360,6 +372,6 @@ def memory_lines(composed: Composed, trainers: int, rollouts: int) -> list[str]:
     return lines
 
 
-def _parts(use: Memory) -> str:
+def _memory_parts(use: Memory) -> str:
     held = {name: size / GIB for name, size in vars(use).items()}
     return ", ".join(f"{name} {gib:.1f}" for name, gib in held.items() if gib >= 0.05)

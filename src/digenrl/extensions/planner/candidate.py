@@ -33,7 +33,7 @@ class Candidate:
     shard_group: int | None = None
     """Trainers in an hsdp group; None = the trainers of a node."""
 
-    def but(self, **changes: Any) -> Candidate:
+    def with_changes(self, **changes: Any) -> Candidate:
         """Return a copy with other values for fields of the candidate or of its schedule."""
         own = {name: changes.pop(name) for name in list(changes) if name in _OWN}
         return replace(self, **own, spec=replace(self.spec, **changes) if changes else self.spec)

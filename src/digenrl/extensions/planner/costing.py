@@ -33,18 +33,18 @@ from digenrl.schedule import ScheduleSpec
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _once(method: _Method) -> _Method:
+def _compute_once(method: _Method) -> _Method:
     """Decorate a method of `Costing` so that each answer is computed only once."""
 
     @functools.wraps(method)
-    def known(self: Costing, *args: Any) -> Any:
+    def known_answer(self: Costing, *args: Any) -> Any:
         key = (method.__name__, *args)
         answer = self._answers.get(key, self)  # an answer is never the costing itself
         if answer is self:
             answer = self._answers[key] = method(self, *args)
         return answer
 
-    return cast(_Method, known)
+    return cast(_Method, known_answer)
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,15 @@ class Costing:
     work: Workload
     hardware: Hardware
     _answers: dict[Any, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
-    """Answers of methods decorated with `_once`, which get equal questions for many candidates."""
+    """Answers of methods decorated with `_compute_once`, which get equal questions for many candidates."""
 
-    def candidate(self, trainers: int, rollouts: int, **choices: Any) -> Candidate:
+    def make_candidate(self, trainers: int, rollouts: int, **choices: Any) -> Candidate:
         """Return a candidate with these `choices`, which are fields of `Candidate` or of
         `ScheduleSpec`.
 
         By default fragments are one group, tasks are one sample, and trained steps are sharded.
         """
-        return Candidate(trainers, rollouts, self.work.spec).but(**choices)
+        return Candidate(trainers, rollouts, self.work.spec).with_changes(**choices)
 
     @property
     def quantized(self) -> Costing:
@@ -75,12 +75,12 @@ class Costing:
         """Cost model of the workload on the hardware profile."""
         return Costs(self.work, self.hardware)
 
-    def placed(self, candidate: Candidate) -> tuple[tuple[str, str], ...]:
+    def placed_ranks(self, candidate: Candidate) -> tuple[tuple[str, str], ...]:
         """Return (pool, role) of every rank. Raises ValueError as `assign` does."""
-        return self._seats(candidate.trainers, candidate.rollouts, candidate.first)
+        return self._assign_ranks(candidate.trainers, candidate.rollouts, candidate.first)
 
-    @_once
-    def _seats(
+    @_compute_once
+    def _assign_ranks(
         self, trainers: int, rollouts: int, first: str | None
     ) -> tuple[tuple[str, str], ...]:
         hardware = self.hardware
@@ -89,27 +89,27 @@ class Costing:
             hardware = replace(hardware, pools=tuple(replace(pool, role="auto") for pool in pools))
         return assign_ranks(hardware, trainers, rollouts)
 
-    @_once
-    def _kinds(self, *split: Any) -> dict[tuple[str, str], int]:
+    @_compute_once
+    def _rank_counts(self, *split: Any) -> dict[tuple[str, str], int]:
         """Return (pool, role) -> number of ranks, in the order of the ranks."""
-        return dict(Counter(self._seats(*split)))
+        return dict(Counter(self._assign_ranks(*split)))
 
-    def kinds(self, candidate: Candidate) -> dict[tuple[str, str], int]:
+    def rank_counts(self, candidate: Candidate) -> dict[tuple[str, str], int]:
         """Return (pool, role) -> number of ranks, in the order of the ranks."""
-        return self._kinds(candidate.trainers, candidate.rollouts, candidate.first)
+        return self._rank_counts(candidate.trainers, candidate.rollouts, candidate.first)
 
-    def trainers(self, candidate: Candidate) -> list[tuple[Pool, int]]:
+    def trainers_by_pool(self, candidate: Candidate) -> list[tuple[Pool, int]]:
         """Return (pool, number of its trainers), in the order of the ranks."""
-        return self._trainers(candidate.trainers, candidate.rollouts, candidate.first)
+        return self._trainers_by_pool(candidate.trainers, candidate.rollouts, candidate.first)
 
-    @_once
-    def _trainers(self, *split: Any) -> list[tuple[Pool, int]]:
-        kinds = self._kinds(*split).items()
+    @_compute_once
+    def _trainers_by_pool(self, *split: Any) -> list[tuple[Pool, int]]:
+        kinds = self._rank_counts(*split).items()
         return [
             (self.hardware.find_pool(name), n) for (name, role), n in kinds if role == "trainer"
         ]
 
-    def shards(self, candidate: Candidate) -> int:
+    def shard_count(self, candidate: Candidate) -> int:
         """Return the number of ranks that share one copy of the weights."""
         if candidate.sharding == "ddp":
             return 1
@@ -119,14 +119,14 @@ class Costing:
             return candidate.shard_group
         return shard_group(candidate.trainers, min(pool.per_node for pool in self.hardware.pools))
 
-    def contexts(self, candidate: Candidate) -> list[int]:
+    def context_sizes(self, candidate: Candidate) -> list[int]:
         """Return the values of `parallel.context` above 1 that the trainers, their nodes and the
         model allow."""
         per_node = (pool.per_node for pool in self.hardware.pools)
         common = math.gcd(candidate.trainers, self.work.tokens, self.work.heads, *per_node)
         return [n for n in range(2, common + 1) if common % n == 0 and not candidate.shares]
 
-    def recompute(self, candidate: Candidate, pool: Pool) -> Recompute:
+    def choose_recompute(self, candidate: Candidate, pool: Pool) -> Recompute:
         """Return what the blocks of a trainer on `pool` keep for the backward pass.
 
         It is the candidate's choice, or else the fastest choice that fits. If none fits, it is the
@@ -134,20 +134,22 @@ class Costing:
         """
         if candidate.recompute is not None:
             return candidate.recompute
-        return self._fastest(pool, *self._batches(candidate, pool))
+        return self._fastest_recompute(pool, *self._memory_arguments(candidate, pool))
 
-    @_once
-    def _fastest(self, pool: Pool, *batches: Any) -> Recompute:
+    @_compute_once
+    def _fastest_recompute(self, pool: Pool, *batches: Any) -> Recompute:
         units = int(self.work.sizes["blocks"])
 
-        def mixed(more: str, less: str, part: int) -> Recompute:
+        def mix_modes(more: str, less: str, part: int) -> Recompute:
             blocks = (more, units - part), (less, part)
             return Recompute(**{mode: n / units for mode, n in blocks if mode != ALL})
 
-        def missing(*mixture: Any) -> float:
-            return self._trainer_memory(mixed(*mixture), *batches).gib - USABLE * pool.memory_gib
+        def missing_gib(*mixture: Any) -> float:
+            return (
+                self._trainer_memory(mix_modes(*mixture), *batches).gib - USABLE * pool.memory_gib
+            )
 
-        if missing(ALL, INPUTS, 0) <= 0.0:
+        if missing_gib(ALL, INPUTS, 0) <= 0.0:
             return Recompute()
         # In a mixture of two modes, some blocks keep more and the others less. Memory falls about
         # in proportion to the blocks that keep less, so a secant finds the fewest of them.
@@ -155,17 +157,17 @@ class Costing:
         choices, modes = [], (ALL, INPUTS) if self.work.engine == "compiled" else MODES
         for more, less in itertools.combinations(modes, 2):
             low, high = 0, units
-            above, below = missing(more, less, low), missing(more, less, high)
+            above, below = missing_gib(more, less, low), missing_gib(more, less, high)
             if above <= 0.0 or below > 0.0:  # where all keep `more`, that mixes with ALL too
                 continue
             while high - low > 1:
                 middle = min(
                     max(low + 1, low + int((high - low) * above / (above - below))), high - 1
                 )
-                there = missing(more, less, middle)
+                there = missing_gib(more, less, middle)
                 low, above = (middle, there) if there > 0.0 else (low, above)
                 high, below = (high, below) if there > 0.0 else (middle, there)
-            choices.append(mixed(more, less, high))
+            choices.append(mix_modes(more, less, high))
         _, size, batch, *_, context = batches
         return min(
             choices,
@@ -178,16 +180,16 @@ class Costing:
         trainer gets several."""
         if not candidate.shares or candidate.sharding == "fsdp":
             return 1
-        total = sum(count * own.tflops for own, count in self.trainers(candidate))
+        total = sum(count * own.tflops for own, count in self.trainers_by_pool(candidate))
         return math.ceil(pool.tflops * candidate.trainers / total - 1e-9)
 
-    def _batches(self, candidate: Candidate, pool: Pool) -> tuple[Any, ...]:
+    def _memory_arguments(self, candidate: Candidate, pool: Pool) -> tuple[Any, ...]:
         """Return everything that the memory of a trainer on `pool` depends on, in the order of
         `_trainer_memory`."""
         spec, blocks = candidate.spec, self.blocks_at_once(candidate, pool)
         batch, makes = (spec.task_size, spec.tsp_batch, blocks), candidate.rollouts == 0 or spec.tag
         return (
-            self.shards(candidate),
+            self.shard_count(candidate),
             *batch,
             makes,
             spec.tag and candidate.rollouts > 0,
@@ -195,7 +197,7 @@ class Costing:
             spec.context,
         )
 
-    @_once
+    @_compute_once
     def _trainer_memory(
         self,
         recompute: Recompute,
@@ -215,32 +217,34 @@ class Costing:
             self.work, shards, *rows, recompute, generates, lends, encoders, context
         )
 
-    def memory(self, candidate: Candidate) -> dict[tuple[str, str], Memory]:
+    def rank_memory(self, candidate: Candidate) -> dict[tuple[str, str], Memory]:
         """Return (pool, role) -> bytes of a rank."""
         table = {}
-        for name, role in self.kinds(candidate):
+        for name, role in self.rank_counts(candidate):
             if role == "trainer":
                 pool = self.hardware.find_pool(name)
-                kept = self.recompute(candidate, pool)
-                table[name, role] = self._trainer_memory(kept, *self._batches(candidate, pool))
+                kept = self.choose_recompute(candidate, pool)
+                table[name, role] = self._trainer_memory(
+                    kept, *self._memory_arguments(candidate, pool)
+                )
             else:
                 table[name, role] = self._rollout_memory(
                     candidate.spec.task_size, candidate.encoders
                 )
         return table
 
-    @_once
+    @_compute_once
     def _rollout_memory(self, task_size: int, encoders: bool) -> Memory:
         return rollout_memory(self.work, task_size, encoders)
 
-    @_once
-    def misfits(self, candidate: Candidate) -> list[str]:
+    @_compute_once
+    def find_misfits(self, candidate: Candidate) -> list[str]:
         """Return why the candidate does not fit into memory, one sentence per pool and role; empty
         when it fits."""
         reasons = []
         if self.work.base_bytes < BASE_BYTES[None] and candidate.sharding != "ddp":
             reasons.append("quantized weights are not divided among trainers")
-        for (pool_name, role), memory in sorted(self.memory(candidate).items()):
+        for (pool_name, role), memory in sorted(self.rank_memory(candidate).items()):
             pool, need = self.hardware.find_pool(pool_name), memory.gib
             if need > USABLE * pool.memory_gib:
                 reasons.append(
@@ -256,32 +260,36 @@ class Costing:
                 )
         return reasons
 
-    @_once
+    @_compute_once
     def host_gib(self, candidate: Candidate) -> dict[str, float]:
         """Return pool -> GiB that the ranks of its fullest node keep in host memory."""
         spec, each = candidate.spec, {}
-        for pool, _ in self.trainers(candidate):
+        for pool, _ in self.trainers_by_pool(candidate):
             micro = spec.task_size * spec.tsp_batch * self.blocks_at_once(candidate, pool)
-            rows, kept = micro * self.work.trained_passes, self.recompute(candidate, pool)
+            rows, kept = micro * self.work.trained_passes, self.choose_recompute(candidate, pool)
             waiting = offloaded_bytes(self.work, rows, kept, spec.context)
             each[pool.name] = waiting + self._lent_bytes(candidate)
-        return host_gib(self.work, spec, self.hardware, self.placed(candidate), each)
+        return host_gib(self.work, spec, self.hardware, self.placed_ranks(candidate), each)
 
     def _lent_bytes(self, candidate: Candidate) -> int:
-        return lent_bytes(self.work, candidate.spec, candidate.rollouts, self.shards(candidate))
+        return lent_bytes(
+            self.work, candidate.spec, candidate.rollouts, self.shard_count(candidate)
+        )
 
     def cell_seconds(self, candidate: Candidate) -> float:
         """Return the seconds of one trained step of a task on the slowest trainer, with its wait
         for sharded weights."""
-        return max(self._paid_seconds(pool, candidate) for pool, _ in self.trainers(candidate))
+        return max(
+            self._paid_seconds(pool, candidate) for pool, _ in self.trainers_by_pool(candidate)
+        )
 
     def least_cell_seconds(self, candidate: Candidate) -> float:
         """Return a lower bound of `cell_seconds` for all choices of recomputation and of steps per
         forward."""
-        spec, steps, shards = candidate.spec, self.work.trained_steps, self.shards(candidate)
+        spec, steps, shards = candidate.spec, self.work.trained_steps, self.shard_count(candidate)
         least = []
-        for pool, _ in self.trainers(candidate):
-            gathering = self.costs.sharding_seconds(self._gathering(pool, candidate), shards)
+        for pool, _ in self.trainers_by_pool(candidate):
+            gathering = self.costs.sharding_seconds(self._gathering_pools(pool, candidate), shards)
             plain = self._cell_seconds(pool, spec.task_size, steps, Recompute(), spec.context)
             least.append(plain + self.costs.exposed_seconds(pool, gathering, plain * steps) / steps)
         return max(least)
@@ -293,7 +301,7 @@ class Costing:
             + self.exposed_seconds(pool, candidate) / candidate.spec.tsp_batch
         )
 
-    def spec(self, candidate: Candidate) -> ScheduleSpec:
+    def schedule_spec(self, candidate: Candidate) -> ScheduleSpec:
         """Return the schedule that `train` would build from the candidate's overrides, with
         shares."""
         # With fsdp all trainers run every forward together, so unequal shares would only make the
@@ -302,47 +310,47 @@ class Costing:
             return candidate.spec
         shares = tuple(
             share
-            for pool, count in self.trainers(candidate)
+            for pool, count in self.trainers_by_pool(candidate)
             for share in [1.0 / self._paid_seconds(pool, candidate)] * count
         )
         return replace(candidate.spec, shares=shares)
 
     def pool_cell_seconds(self, pool: Pool, candidate: Candidate) -> float:
         """Return the seconds of one trained step of a task on a trainer of `pool`."""
-        choice, spec = self.recompute(candidate, pool), candidate.spec
+        choice, spec = self.choose_recompute(candidate, pool), candidate.spec
         return self._cell_seconds(pool, spec.task_size, spec.tsp_batch, choice, spec.context)
 
-    def _gathering(self, pool: Pool, candidate: Candidate) -> list[Pool]:
+    def _gathering_pools(self, pool: Pool, candidate: Candidate) -> list[Pool]:
         """Return the pools whose trainers share weights with one of `pool`. An hsdp group stays
         within a node."""
         if candidate.sharding == "hsdp":
             return [pool]
-        return [own for own, _ in self.trainers(candidate)]
+        return [own for own, _ in self.trainers_by_pool(candidate)]
 
     def exposed_seconds(self, pool: Pool, candidate: Candidate) -> float:
         """Return the seconds of gathering weights that computing one block does not hide, on a
         trainer of `pool`."""
         computing = self.pool_cell_seconds(pool, candidate) * candidate.spec.tsp_batch
-        pools, shards = self._gathering(pool, candidate), self.shards(candidate)
+        pools, shards = self._gathering_pools(pool, candidate), self.shard_count(candidate)
         return self.costs.exposed_seconds(
             pool, self.costs.sharding_seconds(pools, shards), computing
         )
 
-    @_once
+    @_compute_once
     def _cell_seconds(
         self, pool: Pool, task_size: int, tsp_batch: int, recompute: Recompute, context: int
     ) -> float:
         return self.costs.cell_seconds(pool, task_size, tsp_batch, recompute, context)
 
-    @_once
-    def cluster(self, candidate: Candidate) -> Cluster:
+    @_compute_once
+    def build_cluster(self, candidate: Candidate) -> Cluster:
         """Return the candidate's ranks with their durations, for a virtual run."""
         costs, work, b = self.costs, self.work, candidate.spec.task_size
-        kinds, placed = self.kinds(candidate), self.placed(candidate)
+        kinds, placed = self.rank_counts(candidate), self.placed_ranks(candidate)
         pools = {name: self.hardware.find_pool(name) for name, _ in kinds}
         home, others = placed[0][0], self.other_nodes(placed)
-        trainer_pools = [pool for pool, _ in self.trainers(candidate)]
-        shards = self.shards(candidate)
+        trainer_pools = [pool for pool, _ in self.trainers_by_pool(candidate)]
+        shards = self.shard_count(candidate)
         together = math.lcm(shards, candidate.spec.context)
         likes = {}
         for name, role in kinds:
@@ -355,7 +363,7 @@ class Costing:
                 )
                 # A trainer that generates gathers sharded weights in every denoising step.
                 step += costs.exposed_seconds(
-                    pool, costs.gather_seconds(self._gathering(pool, candidate), shards), step
+                    pool, costs.gather_seconds(self._gathering_pools(pool, candidate), shards), step
                 )
             likes[name, role] = VirtualRank(
                 0,
@@ -382,7 +390,7 @@ class Costing:
             for name, count in others.items()
             if self.hardware.line_between(home, name) is None
         )
-        steps = self._together(
+        steps = self._match_slowest(
             [likes[place].step_seconds for place in placed], candidate.trainers, shards
         )
         ranks = tuple(
@@ -417,7 +425,7 @@ class Costing:
         return Counter(name for name, _ in rollouts - {places[0]})
 
     @staticmethod
-    def _together(steps: list[float], trainers: int, shards: int) -> list[float]:
+    def _match_slowest(steps: list[float], trainers: int, shards: int) -> list[float]:
         """Return `steps`, the seconds per denoising step of every rank, with trainers that share
         weights made equal.
 
@@ -431,10 +439,10 @@ class Costing:
 
     # ---- the bound
 
-    @_once
-    def floor(self, candidate: Candidate) -> float:
+    @_compute_once
+    def step_floor(self, candidate: Candidate) -> float:
         """Return a lower bound of the candidate's seconds per RL step."""
-        return floor_seconds(self.spec(candidate), self.cluster(candidate))
+        return floor_seconds(self.schedule_spec(candidate), self.build_cluster(candidate))
 
     def trainers_evaluate(self, drawn: Drawn, candidate: Candidate) -> str | None:
         """Return why trainers evaluate although rollouts could: few rollouts keep many trainers
@@ -446,7 +454,7 @@ class Costing:
             return None
         alone = self.evaluation_seconds(drawn, candidate, rollouts=True)
         together = self.evaluation_seconds(drawn, candidate, rollouts=False)
-        if alone - self.floor(candidate) <= together:
+        if alone - self.step_floor(candidate) <= together:
             return None
         return (
             f"{candidate.rollouts} rollouts would take {alone:.0f} s, and {candidate.trainers} "
@@ -479,7 +487,7 @@ class Costing:
             )
         return table
 
-    def bound(self) -> float:
+    def step_bound(self) -> float:
         """Return the shortest RL step, in seconds, that any schedule can reach on this profile."""
         pools = {pool.name: pool.count for pool in self.hardware.pools}
         return solve_bound(pools, self.work_units(), self.seconds_per_unit())
@@ -487,9 +495,11 @@ class Costing:
     def bound_of_roles(self, candidate: Candidate) -> float:
         """Return the shortest RL step, in seconds, of all schedules that keep the candidate's roles
         of ranks."""
-        seats = {f"{pool} {role}": count for (pool, role), count in self.kinds(candidate).items()}
+        seats = {
+            f"{pool} {role}": count for (pool, role), count in self.rank_counts(candidate).items()
+        }
         table: dict[str, dict[str, float | None]] = {stage: {} for stage in self.work_units()}
-        for pool, role in self.kinds(candidate):
+        for pool, role in self.rank_counts(candidate):
             makes = role == "rollout" or candidate.rollouts == 0 or candidate.spec.tag
             for stage, seconds in self.seconds_per_unit().items():
                 able = role == "trainer" if stage == "train" else makes
@@ -511,13 +521,13 @@ class Costing:
             rollouts = self.work.rollouts_evaluate and candidate.rollouts > 0
         costs, room = self.costs, self.work.evaluated or drawn.samples
 
-        def forwards(pool: Pool, samples: int) -> float:
+        def forward_seconds(pool: Pool, samples: int) -> float:
             at_once = max(1, min(samples, room))
             return samples * costs.step_seconds(pool, at_once) / at_once
 
-        def prompt(pool: Pool) -> float:
-            seconds = drawn.steps * forwards(pool, drawn.samples)
-            seconds += 2 * self.work.steps * forwards(pool, drawn.compared)
+        def prompt_seconds(pool: Pool) -> float:
+            seconds = drawn.steps * forward_seconds(pool, drawn.samples)
+            seconds += 2 * self.work.steps * forward_seconds(pool, drawn.compared)
             seconds += drawn.samples * (
                 costs.decode_seconds(pool, 1) + costs.score_seconds(pool, 1)
             )
@@ -525,19 +535,19 @@ class Costing:
 
         if not rollouts:
             return math.ceil(drawn.prompts / candidate.trainers) * max(
-                prompt(pool) for pool in self.hardware.pools
+                prompt_seconds(pool) for pool in self.hardware.pools
             )
-        names = [name for name, _ in self.placed(candidate)[candidate.trainers :]]
-        seconds = [prompt(self.hardware.find_pool(name)) for name in names]
+        names = [name for name, _ in self.placed_ranks(candidate)[candidate.trainers :]]
+        seconds = [prompt_seconds(self.hardware.find_pool(name)) for name in names]
         ends = [0.0] * len(names)
         for _ in range(drawn.prompts):
             soonest = min(range(len(names)), key=lambda rank: ends[rank])
             ends[soonest] += seconds[soonest]
         return max(ends)
 
-    def sources(self) -> dict[str, dict[str, str]]:
+    def figure_sources(self) -> dict[str, dict[str, str]]:
         """Return stage -> pool -> source of its figures: measured | published | assumed."""
         return {
-            stage: {p.name: self.costs.source(stage, p) for p in self.hardware.pools}
+            stage: {p.name: self.costs.figure_source(stage, p) for p in self.hardware.pools}
             for stage in STAGES
         }

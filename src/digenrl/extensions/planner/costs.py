@@ -19,8 +19,8 @@ from digenrl.extensions.planner.gpus import (
     BACKWARD_LAUNCHES,
     ENGINES,
     SCALED,
+    efficiency_of,
     kind_of,
-    reaches,
 )
 from digenrl.extensions.planner.memory import (
     offloaded_bytes,
@@ -70,31 +70,33 @@ class Costs:
     work: Workload
     hardware: Hardware
 
-    def _measured(self, stage: str, pool: Pool) -> float | None:
+    def _measured_seconds(self, stage: str, pool: Pool) -> float | None:
         return self.hardware.seconds.get(stage, {}).get(pool.name)
 
-    def source(self, stage: str, pool: Pool) -> str:
+    def figure_source(self, stage: str, pool: Pool) -> str:
         """Return the source of a stage's figures on `pool`: measured | published | assumed."""
-        if self._measured(stage, pool) is not None or SCALED.get(stage) in dict(pool.efficiency):
+        if self._measured_seconds(stage, pool) is not None or SCALED.get(stage) in dict(
+            pool.efficiency
+        ):
             return MEASURED
         published = stage == "generate" and not pool.efficiency and kind_of(pool.gpu).published
         return PUBLISHED if published else ASSUMED
 
-    def _floor(self, pool: Pool, forwards: float) -> float:
+    def _kernel_launch_seconds(self, pool: Pool, forwards: float) -> float:
         """Return the seconds that the processor needs to launch the kernels of `forwards` forwards
         (of any batch size)."""
-        given, engine = reaches(pool).launch_seconds, ENGINES[self.work.engine]
+        given, engine = efficiency_of(pool).launch_seconds, ENGINES[self.work.engine]
         own = engine.launch_seconds if self.work.lora_rank is None else engine.adapted_seconds
         launch = own if given is None else given
         return forwards * launch * float(self.work.sizes["attention_blocks"])
 
-    def _compute(self, pool: Pool, flops: float, attention: float) -> float:
+    def _compute_seconds(self, pool: Pool, flops: float, attention: float) -> float:
         """Return the seconds of `flops`, which include the `attention` FLOPs."""
-        speeds = reaches(pool)
+        speeds = efficiency_of(pool)
         share = speeds.fused_attention if self.work.fused_attention else speeds.attention
         return ((flops - attention) / speeds.generate + attention / share) / (pool.tflops * 1e12)
 
-    def _traffic(self, pool: Pool, forwards: float) -> float:
+    def _traffic_seconds(self, pool: Pool, forwards: float) -> float:
         """Return the seconds of the element-wise reads and writes in `forwards` forwards of one
         sample."""
         bytes_moved = (
@@ -104,7 +106,7 @@ class Costs:
         )
         return forwards * bytes_moved / (pool.hbm_tb_s * 1e12)
 
-    def _unpacking(self, pool: Pool) -> float:
+    def _unpack_seconds(self, pool: Pool) -> float:
         """Return the seconds in which one forward of any batch size reads a quantized base, and
         writes and reads it in 16 bits (computed from the memory bandwidth, not measured)."""
         moved = (self.work.base_bytes + 4) * self.work.sizes["parameters"]
@@ -114,14 +116,16 @@ class Costs:
         """Return the seconds of one denoising step of a task: never less than reading the weights
         from memory once."""
         work, rows = self.work, task_size * self.work.passes
-        measured = self._measured("generate", pool)
+        measured = self._measured_seconds("generate", pool)
         if measured is not None:
             return measured * task_size / work.steps
         weights = work.base_bytes * work.sizes["parameters"] / (pool.hbm_tb_s * 1e12)
-        seconds = self._compute(pool, rows * work.forward_flops(), rows * work.attention_flops())
-        seconds += self._traffic(pool, rows) + self._unpacking(pool)
-        seconds *= reaches(pool).generated
-        return max(seconds, weights, self._floor(pool, work.launches))
+        seconds = self._compute_seconds(
+            pool, rows * work.forward_flops(), rows * work.attention_flops()
+        )
+        seconds += self._traffic_seconds(pool, rows) + self._unpack_seconds(pool)
+        seconds *= efficiency_of(pool).generated
+        return max(seconds, weights, self._kernel_launch_seconds(pool, work.launches))
 
     def encode_seconds(self, pool: Pool, cached: bool = True) -> float:
         """Return the seconds of conditioning one prompt; 0 if prompts are read from a store.
@@ -130,40 +134,40 @@ class Costs:
         """
         if self.work.stored_prompts:
             return 0.0
-        measured = self._measured("encode", pool)
+        measured = self._measured_seconds("encode", pool)
         if measured is not None:
             return measured
         seconds = self.work.encode_flops() / (
-            pool.tflops * 1e12 * reaches(pool).generate * reaches(pool).encode
+            pool.tflops * 1e12 * efficiency_of(pool).generate * efficiency_of(pool).encode
         )
-        copies = 2 * text_encoder_bytes(self.work) / (reaches(pool).host_gb_s * 1e9)
+        copies = 2 * text_encoder_bytes(self.work) / (efficiency_of(pool).host_gb_s * 1e9)
         return seconds + (0.0 if cached else copies)
 
     def decode_seconds(self, pool: Pool, task_size: int, cached: bool = True) -> float:
         """Return the seconds of a task's VAE decode (fp32), bound by memory bandwidth; `cached` as
         for `encode_seconds`."""
-        measured = self._measured("decode", pool)
+        measured = self._measured_seconds("decode", pool)
         if measured is not None:
             return measured * task_size
         moved = self.work.decode_flops() / DECODE_FLOPS_PER_BYTE
-        copies = 0.0 if cached else 2 * vae_bytes(self.work) / (reaches(pool).host_gb_s * 1e9)
-        return task_size * moved / (pool.hbm_tb_s * 1e12 * reaches(pool).decode) + copies
+        copies = 0.0 if cached else 2 * vae_bytes(self.work) / (efficiency_of(pool).host_gb_s * 1e9)
+        return task_size * moved / (pool.hbm_tb_s * 1e12 * efficiency_of(pool).decode) + copies
 
     def score_seconds(self, pool: Pool, task_size: int) -> float:
         """Return the seconds of a task's GPU scorers."""
-        measured = self._measured("score", pool)
+        measured = self._measured_seconds("score", pool)
         if measured is not None:
             return measured * task_size
         return (
             task_size
             * self.work.score_flops()
-            / (pool.tflops * 1e12 * reaches(pool).generate * reaches(pool).score)
+            / (pool.tflops * 1e12 * efficiency_of(pool).generate * efficiency_of(pool).score)
         )
 
     def judge_seconds(self, pool: Pool) -> float:
         """Return the seconds per sample of the rewards on GPUs of their own."""
         return self.work.judge_flops() / (
-            pool.tflops * 1e12 * reaches(pool).generate * reaches(pool).score
+            pool.tflops * 1e12 * efficiency_of(pool).generate * efficiency_of(pool).score
         )
 
     def judged_seconds(self) -> float:
@@ -187,7 +191,7 @@ class Costs:
         The GPU works meanwhile, and so it does during copies to the host. Hence the result is the
         maximum of all these.
         """
-        measured = self._measured("train", pool)
+        measured = self._measured_seconds("train", pool)
         work, rows = self.work, task_size * self.work.passes
         trained = task_size * work.trained_passes
         selected = recompute.products + recompute.attention
@@ -203,22 +207,24 @@ class Costs:
         ]
         repeated = sum(share * work.repeated_flops(mode) for mode, share in shares)
         moved = sum(share * work.repeated_bytes(mode) for mode, share in shares)
-        seconds = forwards * rows * self._compute(pool, work.forward_flops(), attention)
-        seconds += trained * self._compute(
+        seconds = forwards * rows * self._compute_seconds(pool, work.forward_flops(), attention)
+        seconds += trained * self._compute_seconds(
             pool, work.backward_flops() + repeated, (2 + recompute.inputs) * attention
         )
-        seconds += self._traffic(pool, forwards * rows + 2 * trained)
-        seconds = seconds / reaches(pool).train + trained * moved / (pool.hbm_tb_s * 1e12)
-        seconds = seconds * reaches(pool).trained / context + exchanged
+        seconds += self._traffic_seconds(pool, forwards * rows + 2 * trained)
+        seconds = seconds / efficiency_of(pool).train + trained * moved / (pool.hbm_tb_s * 1e12)
+        seconds = seconds * efficiency_of(pool).trained / context + exchanged
         # Launches and selection take the processor as long for K steps in one forward as for one,
         # so a step pays 1/K.
         back = work.launches - work.detached
         backward = (BACKWARD_LAUNCHES + recompute.inputs) * back
-        launches = self._floor(pool, forwards * work.launches + backward)
-        seconds += (forwards + 1 + recompute.inputs) * self._unpacking(pool) / tsp_batch
+        launches = self._kernel_launch_seconds(pool, forwards * work.launches + backward)
+        seconds += (forwards + 1 + recompute.inputs) * self._unpack_seconds(pool) / tsp_batch
         selecting = selected * SELECTION_SECONDS * work.sizes["attention_blocks"]
         copying = (
-            2 * offloaded_bytes(work, trained, recompute, context) / (reaches(pool).host_gb_s * 1e9)
+            2
+            * offloaded_bytes(work, trained, recompute, context)
+            / (efficiency_of(pool).host_gb_s * 1e9)
         )
         return max(seconds, launches / tsp_batch, selecting / tsp_batch, copying)
 
@@ -234,9 +240,9 @@ class Costs:
             return 0.0
         work, passes = self.work, 4 * forwards * float(self.work.sizes["attention_blocks"])
         volume = task_size * work.passes * work.block_bytes * (context - 1) / context**2
-        return passes * (volume / self.bandwidth([pool], context) + COLLECTIVE_SECONDS)
+        return passes * (volume / self.ring_bandwidth([pool], context) + COLLECTIVE_SECONDS)
 
-    def bandwidth(self, pools: list[Pool], ranks: int) -> float:
+    def ring_bandwidth(self, pools: list[Pool], ranks: int) -> float:
         """Return the bytes per second of a ring over `ranks` GPUs of one place.
 
         Inside a node they are those of its links, otherwise those of the slowest network link.
@@ -245,7 +251,7 @@ class Costs:
             pool.per_node for pool in pools
         )
         links = (
-            (p.intra_gb_s if inside else min(p.intra_gb_s, p.inter_gb_s)) * reaches(p).network
+            (p.intra_gb_s if inside else min(p.intra_gb_s, p.inter_gb_s)) * efficiency_of(p).network
             for p in pools
         )
         return min(links) * 1e9
@@ -253,7 +259,7 @@ class Costs:
     @staticmethod
     def _slowest_link(pools: list[Pool]) -> float:
         """Return the bytes per second of the slowest network link."""
-        return min(pool.inter_gb_s * reaches(pool).network for pool in pools) * 1e9
+        return min(pool.inter_gb_s * efficiency_of(pool).network for pool in pools) * 1e9
 
     def sharding_seconds(self, pools: list[Pool], shards: int) -> float:
         """Return the seconds of all communication in one micro-batch of sharded trainers.
@@ -269,7 +275,7 @@ class Costs:
     def exposed_seconds(pool: Pool, communicating: float, computing: float) -> float:
         """Return the seconds of `communicating` that remain beside `computing` seconds of work on
         `pool`: at least the share that never overlaps."""
-        return communicating - min(reaches(pool).hidden * communicating, computing)
+        return communicating - min(efficiency_of(pool).hidden * communicating, computing)
 
     def gather_seconds(self, pools: list[Pool], shards: int, width: int = 2) -> float:
         """Return the seconds of an all-gather of the whole model over `shards` ranks, in `width`
@@ -278,7 +284,7 @@ class Costs:
             return 0.0
         volume = width * self.work.sizes["parameters"] * (shards - 1) / shards
         latency = COLLECTIVE_SECONDS * self.work.sizes["attention_blocks"]
-        return volume / self.bandwidth(pools, shards) + latency
+        return volume / self.ring_bandwidth(pools, shards) + latency
 
     def reduce_seconds(self, pools: list[Pool], ranks: int, shards: int = 1) -> float:
         """Return the seconds of the all-reduce of fp32 gradients at the end of an update.
@@ -290,7 +296,7 @@ class Costs:
         if ranks == 1:
             return 0.0
         volume = 2 * 4 * self.work.trained_parameters / shards * (ranks - 1) / ranks
-        return volume / self.bandwidth(pools, ranks * shards) + 1e-3
+        return volume / self.ring_bandwidth(pools, ranks * shards) + 1e-3
 
     def optimizer_seconds(self, pool: Pool, shards: int) -> float:
         """Return the seconds of an AdamW step, which moves 28 bytes per parameter: weights,
@@ -309,12 +315,16 @@ class Costs:
     def snapshot_seconds(self, pools: list[Pool]) -> float:
         """Return the seconds of copying a version, in the rollouts' dtype, into trainer 0's host
         memory."""
-        return version_bytes(self.work) / (min(reaches(pool).host_gb_s for pool in pools) * 1e9)
+        return version_bytes(self.work) / (
+            min(efficiency_of(pool).host_gb_s for pool in pools) * 1e9
+        )
 
     def switch_seconds(self, pools: list[Pool], copy: int) -> float:
         """Return the seconds of one switch between training and generation. A `copy` of so many
         bytes in host memory changes places with the weights in training."""
-        return SWITCH_SECONDS + 2 * copy / (min(reaches(pool).host_gb_s for pool in pools) * 1e9)
+        return SWITCH_SECONDS + 2 * copy / (
+            min(efficiency_of(pool).host_gb_s for pool in pools) * 1e9
+        )
 
     def adopt_seconds(self) -> float:
         """Return the seconds in which one thread copies a version, in the rollouts' dtype, onto a

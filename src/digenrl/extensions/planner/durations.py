@@ -29,13 +29,13 @@ class Durations:
     """Seconds of a task over the line from this rank's place, when all ranks of its pool send at
     once."""
 
-    def scaled(self, factor: float) -> Durations:
+    def scaled_by(self, factor: float) -> Durations:
         """Return all durations times `factor` (`hardware.time_scale`)."""
         names = ("encode", "step", "decode", "cell", "fetch", "send")
         return replace(self, **{name: getattr(self, name) * factor for name in names})
 
 
-def durations(composed: Composed, trainers: int, rollouts: int) -> tuple[Durations, ...]:
+def rank_durations(composed: Composed, trainers: int, rollouts: int) -> tuple[Durations, ...]:
     """Return how long every rank's network sleeps; () where the networks are real.
 
     Raises:
@@ -47,7 +47,7 @@ def durations(composed: Composed, trainers: int, rollouts: int) -> tuple[Duratio
         return ()
     costing = costing_of(composed)
     candidate = candidate_of(settings, trainers, rollouts, costing.work.trained_steps)
-    ranks = costing.cluster(candidate).ranks
+    ranks = costing.build_cluster(candidate).ranks
     beside = Counter(rank.pool for rank in ranks if rank.send_seconds)
     return tuple(
         Durations(
@@ -58,6 +58,6 @@ def durations(composed: Composed, trainers: int, rollouts: int) -> tuple[Duratio
             cell=rank.cell_seconds,
             fetch=rank.fetch_seconds,
             send=rank.send_seconds * beside[rank.pool],
-        ).scaled(settings.hardware.time_scale)
+        ).scaled_by(settings.hardware.time_scale)
         for rank in ranks
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from digenrl.advisor import StandIn
 from digenrl.config import Composed, instantiate
-from digenrl.extensions.planner.durations import Durations, durations
+from digenrl.extensions.planner.durations import Durations, rank_durations
 
 if TYPE_CHECKING:
     from digenrl.models.policy import Policy
@@ -60,4 +60,4 @@ def stand_ins(composed: Composed, trainers: int, rollouts: int) -> tuple[StandIn
         ValueError: as `durations`.
     """
     adapter = composed.settings.model.get("lora") is not None
-    return tuple(EmulatedRank(own, adapter) for own in durations(composed, trainers, rollouts))
+    return tuple(EmulatedRank(own, adapter) for own in rank_durations(composed, trainers, rollouts))

@@ -17,7 +17,7 @@ ROUNDING = 16
 """Blocks of an update per trainer below which splits without odd blocks are tried too."""
 
 
-def colocated(costing: Costing) -> Iterator[Candidate]:
+def colocated_candidates(costing: Costing) -> Iterator[Candidate]:
     if (
         any(pool.role == "rollout" for pool in costing.hardware.pools)
         or len(costing.hardware.places) > 1
@@ -25,14 +25,16 @@ def colocated(costing: Costing) -> Iterator[Candidate]:
         return
     for size in task_sizes(costing):
         for split in (
-            (False, True) if not _unequal(costing) else (False,)
+            (False, True) if not _has_unequal_pools(costing) else (False,)
         ):  # an equal split repeats less encoding
-            choices = {"shares": _unequal(costing), "static_claims": split}
-            base = costing.candidate(costing.hardware.gpus, 0, task_size=size, gap=0, **choices)
-            yield from _held(costing, base)
+            choices = {"shares": _has_unequal_pools(costing), "static_claims": split}
+            base = costing.make_candidate(
+                costing.hardware.gpus, 0, task_size=size, gap=0, **choices
+            )
+            yield from _sharding_candidates(costing, base)
 
 
-def disaggregated(
+def disaggregated_candidates(
     costing: Costing, async_steps: int, numbers: set[int] | None = None
 ) -> Iterator[Candidate]:
     """Yield candidates of each schedule, with numbers of trainers around the balance or with the
@@ -47,26 +49,28 @@ def disaggregated(
         else [None]
     )
     for first in firsts:
-        typical = costing.candidate(
-            1, gpus - 1, first=first, async_steps=async_steps, shares=_unequal(costing)
+        typical = costing.make_candidate(
+            1, gpus - 1, first=first, async_steps=async_steps, shares=_has_unequal_pools(costing)
         )
         if not typical.spec.gap:  # only a whole stale batch overlaps with training
-            typical = typical.but(stale_fraction=1.0)
+            typical = typical.with_changes(stale_fraction=1.0)
         stale = (0.5, 1.0) if async_steps and typical.spec.gap else (typical.spec.stale_fraction,)
         splits = (
             (base, numbers or _around_balance(costing, base))
-            for base in _schedules(costing, typical)
+            for base in _schedule_candidates(costing, typical)
         )
-        fitting = [near for split in splits for near in _allocations(costing, *split)]
-        yield from (candidate.but(stale_fraction=part) for candidate in fitting for part in stale)
+        fitting = [near for split in splits for near in _split_candidates(costing, *split)]
+        yield from (
+            candidate.with_changes(stale_fraction=part) for candidate in fitting for part in stale
+        )
         if not fitting:  # memory decides, not the balance
             every = {max(1, gpus * eighth // 8) for eighth in range(1, 8)}
-            yield from _allocations(
-                costing, typical.but(task_size=task_sizes(costing)[0]), numbers or every
+            yield from _split_candidates(
+                costing, typical.with_changes(task_size=task_sizes(costing)[0]), numbers or every
             )
 
 
-def _schedules(costing: Costing, typical: Candidate) -> Iterator[Candidate]:
+def _schedule_candidates(costing: Costing, typical: Candidate) -> Iterator[Candidate]:
     """Yield `typical` with every task size, with lending and without.
 
     Asynchronous steps overlap, so their fragments may also be half of the batch (within one
@@ -82,24 +86,24 @@ def _schedules(costing: Costing, typical: Candidate) -> Iterator[Candidate]:
     )
     sizes = task_sizes(costing)[: 1 if few else None]
     for size, gap, tag in itertools.product(sizes, gaps, (False, True)):
-        yield typical.but(task_size=size, gap=gap, tag=tag)
+        yield typical.with_changes(task_size=size, gap=gap, tag=tag)
 
 
-def _allocations(costing: Costing, base: Candidate, numbers: set[int]) -> Iterator[Candidate]:
+def _split_candidates(costing: Costing, base: Candidate, numbers: set[int]) -> Iterator[Candidate]:
     """Yield `base` with each number of trainers, in the ways that the profile's roles and memory
     allow."""
     for trainers in sorted(numbers):
-        trial = base.but(trainers=trainers, rollouts=costing.hardware.gpus - trainers)
-        if not allowed(costing, trial):
+        trial = base.with_changes(trainers=trainers, rollouts=costing.hardware.gpus - trainers)
+        if not is_allowed(costing, trial):
             continue
-        held = list(_held(costing, trial))
-        yield from held or _held(costing, trial.but(tag=False))
+        held = list(_sharding_candidates(costing, trial))
+        yield from held or _sharding_candidates(costing, trial.with_changes(tag=False))
 
 
 def _around_balance(costing: Costing, base: Candidate) -> set[int]:
     """Return numbers of trainers to try: around the balance of generation and training, and whole
     pools."""
-    gpus, balance = costing.hardware.gpus, _balance(costing, base)
+    gpus, balance = costing.hardware.gpus, _balanced_trainers(costing, base)
     # What lending trainers generate, rollout ranks need not.
     offsets = (
         (-0.03, 0.0, 0.03, 0.06, 0.09, 0.12) if base.spec.tag else (-0.06, -0.03, 0.0, 0.03, 0.06)
@@ -127,7 +131,7 @@ def _around_balance(costing: Costing, base: Candidate) -> set[int]:
     )
 
 
-def _balance(costing: Costing, base: Candidate) -> float:
+def _balanced_trainers(costing: Costing, base: Candidate) -> float:
     """Return the number of trainers at which training takes as long as generation, with pools in
     the order of `base`."""
     units, seconds = costing.work_units(), costing.seconds_per_unit()
@@ -138,8 +142,10 @@ def _balance(costing: Costing, base: Candidate) -> float:
         for p in pools
     }
     half = costing.hardware.gpus // 2
-    typical = base.but(trainers=half, rollouts=costing.hardware.gpus - half)
-    trainer = next(_held(costing, typical), None) if allowed(costing, typical) else None
+    typical = base.with_changes(trainers=half, rollouts=costing.hardware.gpus - half)
+    trainer = (
+        next(_sharding_candidates(costing, typical), None) if is_allowed(costing, typical) else None
+    )
     training = {p.name: units["train"] * (seconds["train"][p.name] or 0.0) for p in pools}
     if trainer is not None:
         per_task = {p.name: costing.pool_cell_seconds(p, trainer) for p in pools}
@@ -155,7 +161,7 @@ def _balance(costing: Costing, base: Candidate) -> float:
     return float(1 + gap.index(min(gap)))
 
 
-def promising(costing: Costing, candidates: Iterable[Candidate]) -> list[Candidate]:
+def promising_candidates(costing: Costing, candidates: Iterable[Candidate]) -> list[Candidate]:
     """Return the candidates with the lowest floors of each kind.
 
     A kind is given by lending, first pool of trainers, fragment size and sharding. On-policy
@@ -163,11 +169,12 @@ def promising(costing: Costing, candidates: Iterable[Candidate]) -> list[Candida
     count as equal. Then fewest trainers win: they lend least, and no floor charges for lending.
     """
     fitting = [
-        candidate for candidate in dict.fromkeys(candidates) if not costing.misfits(candidate)
+        candidate for candidate in dict.fromkeys(candidates) if not costing.find_misfits(candidate)
     ]
-    unit = 0.01 * costing.bound()
+    unit = 0.01 * costing.step_bound()
     ranked = sorted(
-        fitting, key=lambda candidate: (round(costing.floor(candidate) / unit), candidate.trainers)
+        fitting,
+        key=lambda candidate: (round(costing.step_floor(candidate) / unit), candidate.trainers),
     )
     kinds: dict[tuple[bool, str | None, int, str, int], list[Candidate]] = {}
     for candidate in ranked:
@@ -183,64 +190,66 @@ def promising(costing: Costing, candidates: Iterable[Candidate]) -> list[Candida
     ]
 
 
-def neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
+def neighbour_candidates(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
     """Yield candidates that differ from `candidate` in one choice."""
     gpus = costing.hardware.gpus
-    nodes = candidate.but(sharding="hsdp")
+    nodes = candidate.with_changes(sharding="hsdp")
     if (
         candidate.sharding == "fsdp"
-        and costing.shards(nodes) > 1
-        and (held := fitted(costing, nodes)) is not None
+        and costing.shard_count(nodes) > 1
+        and (held := fit_candidate(costing, nodes)) is not None
     ):
         yield held
     for size in task_sizes(costing):
         if size != candidate.spec.task_size:
-            yield from _held(costing, candidate.but(task_size=size))
+            yield from _sharding_candidates(costing, candidate.with_changes(task_size=size))
     for size in step_batches(costing, candidate):
-        yield candidate.but(tsp_batch=size)
-    yield candidate.but(encoders=True)  # `fitted` off-loads them only where cells are faster for it
+        yield candidate.with_changes(tsp_batch=size)
+    yield candidate.with_changes(
+        encoders=True
+    )  # `fit_candidate` off-loads them only where cells are faster for it
     if candidate.rollouts == 0:
-        yield candidate.but(gap=0)
-        yield candidate.but(tsp_shard=not candidate.spec.tsp_shard)
-        if _unequal(costing):
-            yield candidate.but(shares=not candidate.shares)
+        yield candidate.with_changes(gap=0)
+        yield candidate.with_changes(tsp_shard=not candidate.spec.tsp_shard)
+        if _has_unequal_pools(costing):
+            yield candidate.with_changes(shares=not candidate.shares)
         return
     full = candidate.trainers // 8 * 8
     for trainers in sorted(
         {candidate.trainers + offset for offset in (-2, -1, 1, 2)} | {full, full + 8}
     ):
-        near = candidate.but(trainers=trainers, rollouts=gpus - trainers)
-        if trainers != candidate.trainers and 1 <= trainers < gpus and allowed(costing, near):
-            yield from _held(costing, near)
-    yield from _held(costing, candidate.but(tag=not candidate.spec.tag))
+        near = candidate.with_changes(trainers=trainers, rollouts=gpus - trainers)
+        if trainers != candidate.trainers and 1 <= trainers < gpus and is_allowed(costing, near):
+            yield from _sharding_candidates(costing, near)
+    yield from _sharding_candidates(costing, candidate.with_changes(tag=not candidate.spec.tag))
     update = costing.work.spec.groups_per_update
     for gap in sorted({1, 2, 4, update // 2, update}):
         if gap != candidate.spec.gap and 0 < gap <= update:
-            near = candidate.but(gap=gap)
+            near = candidate.with_changes(gap=gap)
             yield near
             if (
-                refitted := fitted(costing, near)
+                refitted := fit_candidate(costing, near)
             ) is not None:  # a longer fragment has room for more steps at once
                 yield refitted
     if candidate.spec.async_steps:
         for fraction in (0.25, 0.5, 0.75, 1.0):
-            yield candidate.but(stale_fraction=fraction)
+            yield candidate.with_changes(stale_fraction=fraction)
 
 
-def _held(costing: Costing, base: Candidate) -> Iterator[Candidate]:
+def _sharding_candidates(costing: Costing, base: Candidate) -> Iterator[Candidate]:
     """Yield `base` with each sharding that fits and makes cells faster than all shardings with
     fewer collectives.
 
     Trainers share the tokens of a sample (context above 1) only if nothing else fits, or if there
     are fewer samples than GPUs.
     """
-    for context in (1, *costing.contexts(base)):
+    for context in (1, *costing.context_sizes(base)):
         fastest = math.inf
         for sharding in ("ddp", "hsdp", "fsdp") if base.trainers > 1 else ("ddp",):
-            trial = base.but(sharding=sharding, context=context)
+            trial = base.with_changes(sharding=sharding, context=context)
             if costing.least_cell_seconds(trial) >= 0.995 * fastest:
                 continue
-            candidate = fitted(costing, trial)
+            candidate = fit_candidate(costing, trial)
             if (
                 candidate is not None
                 and (seconds := costing.cell_seconds(candidate)) < 0.995 * fastest
@@ -251,7 +260,7 @@ def _held(costing: Costing, base: Candidate) -> Iterator[Candidate]:
             return
 
 
-def fitted(costing: Costing, candidate: Candidate) -> Candidate | None:
+def fit_candidate(costing: Costing, candidate: Candidate) -> Candidate | None:
     """Return `candidate` with the fastest K and placement of encoders that fit; None if nothing
     fits.
 
@@ -259,12 +268,17 @@ def fitted(costing: Costing, candidate: Candidate) -> Candidate | None:
     slower.
     """
     sizes = step_batches(costing, candidate)
-    if costing.misfits(candidate.but(tsp_batch=sizes[-1], encoders=False)):  # needs the least
+    if costing.find_misfits(
+        candidate.with_changes(tsp_batch=sizes[-1], encoders=False)
+    ):  # needs the least
         return None
     best, least = candidate, math.inf
     for size, encoders in itertools.product(sizes, (True, False)):
-        trial = candidate.but(tsp_batch=size, encoders=encoders)
-        if not costing.misfits(trial) and (seconds := costing.cell_seconds(trial)) < least * 0.999:
+        trial = candidate.with_changes(tsp_batch=size, encoders=encoders)
+        if (
+            not costing.find_misfits(trial)
+            and (seconds := costing.cell_seconds(trial)) < least * 0.999
+        ):
             best, least = trial, seconds
     return best
 
@@ -290,7 +304,7 @@ def task_sizes(costing: Costing) -> list[int]:
     return sorted({1, *sizes[-3:]})
 
 
-def _unequal(costing: Costing) -> bool:
+def _has_unequal_pools(costing: Costing) -> bool:
     return len({pool.tflops for pool in costing.hardware.pools}) > 1
 
 
@@ -299,12 +313,12 @@ def _few_tasks(costing: Costing) -> bool:
     return costing.work.samples < costing.hardware.gpus
 
 
-def allowed(costing: Costing, candidate: Candidate) -> bool:
+def is_allowed(costing: Costing, candidate: Candidate) -> bool:
     """Return whether the profile's roles allow the split, and the advantages the fragments."""
     if candidate.spec.gap and costing.work.whole_batch:
         return False
     try:
-        costing.placed(candidate)
+        costing.placed_ranks(candidate)
     except ValueError:
         return False
     return True

@@ -16,7 +16,7 @@ from digenrl.extensions.planner.virtual_cluster import (
     Cluster,
     Training,
     placed_seconds,
-    placing,
+    placement_spec,
 )
 from digenrl.schedule import ScheduleSpec, update_fragments
 from digenrl.schedule.order import stale_groups
@@ -35,22 +35,24 @@ def floor_seconds(spec: ScheduleSpec, cluster: Cluster) -> float:
     )  # at least this much is left to train after the last task
     if not cluster.rollouts:
         own = [rank.task_seconds(spec.denoise_steps) for rank in cluster.trainers]
-        return training + (spec.tasks / _rate(own) if spec.gap else _makespan(spec.tasks, own))
+        return training + (
+            spec.tasks / _combined_rate(own) if spec.gap else _makespan(spec.tasks, own)
+        )
     making = [rank.task_seconds(spec.denoise_steps) for rank in cluster.rollouts]
     lending = (
         [rank.task_seconds(spec.denoise_steps) for rank in cluster.trainers] if spec.tag else []
     )
     everyone = making + lending
-    overlapped = (spec.tasks + _rate(lending) * training) / _rate(everyone)
+    overlapped = (spec.tasks + _combined_rate(lending) * training) / _combined_rate(everyone)
     if not spec.async_steps:  # while trainers train what the last task completed, rollouts idle
-        overlapped += last * _rate(making) / _rate(everyone)
+        overlapped += last * _combined_rate(making) / _combined_rate(everyone)
     # Tasks that cannot begin before the newest version is there.
     fresh = spec.tasks - stale_groups(spec, 1) * spec.tasks_per_group
     alone = _makespan(fresh, everyone) + last
     return max(overlapped, alone, training + (0.0 if spec.async_steps else min(everyone)))
 
 
-def _rate(seconds: Sequence[float]) -> float:
+def _combined_rate(seconds: Sequence[float]) -> float:
     return sum(1.0 / own for own in seconds)
 
 
@@ -62,7 +64,7 @@ def _makespan(tasks: int, seconds: Sequence[float]) -> float:
     if not tasks:
         return 0.0
     alike = Counter(own for own in seconds if math.isfinite(own))
-    low = tasks / _rate(seconds)
+    low = tasks / _combined_rate(seconds)
     high = low + max(alike)
     while high - low > 1e-4 * high:
         middle = (low + high) / 2
@@ -88,7 +90,9 @@ def training_floor(
     every rank, which takes milliseconds and is always done for collectives.
     """
     if cluster.lockstep or placed:
-        lasting = _lasting(placing(spec), cluster.training, cluster.units, cluster.useful)
+        lasting = _fragment_seconds(
+            placement_spec(spec), cluster.training, cluster.units, cluster.useful
+        )
         longest = min(max(units) for update in lasting for units in update)
         return longest, [max(map(sum, zip(*update, strict=True))) for update in lasting]
     trainers, tasks = len(cluster.trainers), spec.tasks_per_portion
@@ -116,18 +120,18 @@ def training_floor(
 
 
 @functools.lru_cache(maxsize=1024)
-def _lasting(
+def _fragment_seconds(
     spec: ScheduleSpec, training: Training, units: Sequence[Sequence[int]], useful: float
 ) -> list[list[list[float]]]:
     """Return the seconds of each fragment of each update on each unit of trainers. A micro-batch
     takes as long as on its slowest rank."""
 
-    def seconds(fragment: tuple[int, ...]) -> list[float]:
+    def unit_seconds(fragment: tuple[int, ...]) -> list[float]:
         table = placed_seconds(spec, training, useful, fragment)
         rows = ({table[rank] for rank in ranks} for ranks in units)
         return [sum([max(column) for column in zip(*own, strict=True)]) for own in rows]
 
     return [
-        [seconds(fragment) for fragment in update_fragments(spec, update)]
+        [unit_seconds(fragment) for fragment in update_fragments(spec, update)]
         for update in range(spec.updates_per_batch)
     ]

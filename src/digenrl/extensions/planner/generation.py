@@ -88,7 +88,7 @@ class VirtualGeneration:
         """(step, task, rank, version) of every finished task."""
         for worker in self.generators:
             worker.generates = True
-            self.announce(worker)
+            self.announce_work(worker)
         for worker in members:
             rank = worker.rank
             alone = 0.0 if worker.generates else rank.encode_seconds  # a loan encodes it again
@@ -96,18 +96,18 @@ class VirtualGeneration:
 
     # ---- what the scheduler sees
 
-    def announce(self, worker: Worker) -> None:
+    def announce_work(self, worker: Worker) -> None:
         """Tell the scheduler what `worker` is doing now."""
         running = (task.step, task.group, worker.free_at) if (task := worker.task) else ()
         self.scheduler.saw_rank(worker.rank.rank, Work(worker.held, worker.seconds, *running))
 
-    def part(self, worker: Worker, tasks: int) -> range:
+    def claimable_positions(self, worker: Worker, tasks: int) -> range:
         """Return the positions of a queue of `tasks` that `worker` may claim."""
         if not self.cluster.static_claims:
             return range(tasks)
         return queue_part(tasks, self.generators.index(worker), len(self.generators))
 
-    def left(self, version: int, worker: Worker) -> int:
+    def unclaimed_tasks(self, version: int, worker: Worker) -> int:
         """Return how many tasks of the version are unclaimed: in the rank's own part, where the
         queue is divided."""
         key = version, worker.rank.rank if self.cluster.static_claims else -1
@@ -115,18 +115,18 @@ class VirtualGeneration:
         if left is None:
             tasks = len(self._plan(version))
             left = self._left[key] = worker.claims.unclaimed_tasks(
-                version, tasks, self.part(worker, tasks)
+                version, tasks, self.claimable_positions(worker, tasks)
             )
         return left
 
-    def open(self, version: int, head: int) -> None:
+    def set_queue_head(self, version: int, head: int) -> None:
         """Make the first `head` tasks of the version's queue its head."""
         self.workers[0].claims.begin_behind(version, head)
         self._left.clear()
 
     # ---- claims
 
-    def offer(self, worker: Worker, versions: Sequence[int], now: float) -> str | None:
+    def offer_task(self, worker: Worker, versions: Sequence[int], now: float) -> str | None:
         """Let a free worker claim a task from the first of `versions` that has work.
 
         Returns:
@@ -134,7 +134,7 @@ class VirtualGeneration:
         """
         cause = "weights"
         for version in versions:
-            left, rank = self.left(version, worker), worker.rank.rank
+            left, rank = self.unclaimed_tasks(version, worker), worker.rank.rank
             if not left:
                 continue
             head = worker.claims.head_left(version) if self.spec.tag else 0
@@ -144,15 +144,15 @@ class VirtualGeneration:
             tasks = self._plan(version)
             ahead = worker.rank.role == "trainer"
             claim = worker.claims.take_next_task(
-                version, tasks, self.part(worker, len(tasks)), ahead
+                version, tasks, self.claimable_positions(worker, len(tasks)), ahead
             )
             if claim is not None:
                 self._left[version, rank if self.cluster.static_claims else -1] -= 1
-                self._start(worker, tasks[claim.position], claim, now)
+                self._start_task(worker, tasks[claim.position], claim, now)
                 return None
         return cause
 
-    def _start(self, worker: Worker, task: Task, claim: Claim, now: float) -> None:
+    def _start_task(self, worker: Worker, task: Task, claim: Claim, now: float) -> None:
         """Begin a task: adopt weights and encode its prompt where needed, then post its end."""
         self.end_idle(worker, now)
         rank, factor = worker.rank, self._factor(worker.rank.rank)
@@ -172,15 +172,15 @@ class VirtualGeneration:
         generated = self.spec.denoise_steps * (rank.step_seconds * factor)
         worker.free_at = begin + generated + worker.finish_time
         worker.token += 1
-        self.announce(worker)
+        self.announce_work(worker)
         self._post(worker.free_at, "finish", (rank.rank, worker.token))
 
-    def finish(self, worker: Worker, now: float) -> Task:
-        """End and return the task of `worker`. The caller says what comes next: `offer`, `idle` or
-        `announce`."""
+    def finish_task(self, worker: Worker, now: float) -> Task:
+        """End and return the task of `worker`. The caller says what comes next: `offer_task`, `mark_idle` or
+        `announce_work`."""
         assert worker.task is not None
         task = worker.task
-        self.record(worker, now)
+        self.record_spans(worker, now)
         self.made.append((task.step, task.index, worker.rank.rank, task.version))
         worker.claim = worker.task = None
         worker.token += 1
@@ -188,17 +188,17 @@ class VirtualGeneration:
 
     # ---- deaths
 
-    def die(self, worker: Worker, now: float) -> None:
-        """Stop `worker`. Its tasks stay claimed until `notice`, as in a run that must first detect
+    def stop_worker(self, worker: Worker, now: float) -> None:
+        """Stop `worker`. Its tasks stay claimed until `notice_death`, as in a run that must first detect
         the death."""
         if worker.claim is not None:
-            self.record(worker, now)
+            self.record_spans(worker, now)
         worker.dead = True
         worker.token += 1
         worker.idle_since = None
         self.idle_workers.pop(worker.rank.rank, None)
 
-    def notice(self, worker: Worker) -> None:
+    def notice_death(self, worker: Worker) -> None:
         """Return the tasks of a dead worker to the queue, and tell the scheduler that the rank is
         gone."""
         rank = worker.rank.rank
@@ -214,7 +214,7 @@ class VirtualGeneration:
 
     # ---- records
 
-    def record(self, worker: Worker, now: float) -> None:
+    def record_spans(self, worker: Worker, now: float) -> None:
         """Write spans for the part of its task that `worker` has done up to `now`."""
         task = worker.task
         assert task is not None
@@ -230,25 +230,25 @@ class VirtualGeneration:
             self._span(worker.rank.rank, "decode", generated, middle, task.step, args)
             self._span(worker.rank.rank, "score", middle, now, task.step, args)
 
-    def idle(self, worker: Worker, now: float, cause: str) -> None:
+    def mark_idle(self, worker: Worker, now: float, cause: str) -> None:
         """Note that `worker` has nothing to do, and why. A new cause ends the span of the old
         one."""
         if worker.idle_since is None:
             worker.idle_since, worker.idle_cause = now, cause
             self.idle_workers[worker.rank.rank] = worker
-            self.announce(worker)
+            self.announce_work(worker)
         elif worker.idle_cause != cause:
-            self._waited(worker, now)
+            self._record_wait(worker, now)
             worker.idle_since, worker.idle_cause = now, cause
 
     def end_idle(self, worker: Worker, now: float) -> None:
         """End the wait of `worker`, if it waits, with a span."""
         if worker.idle_since is not None:
-            self._waited(worker, now)
+            self._record_wait(worker, now)
             worker.idle_since = None
             del self.idle_workers[worker.rank.rank]
 
-    def _waited(self, worker: Worker, now: float) -> None:
+    def _record_wait(self, worker: Worker, now: float) -> None:
         if worker.idle_since is not None and now > worker.idle_since:
             self._span(
                 worker.rank.rank, "wait", worker.idle_since, now, -1, {"cause": worker.idle_cause}

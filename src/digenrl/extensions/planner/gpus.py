@@ -147,7 +147,7 @@ GPUS = {
 """Name -> data sheet. A profile's GPU is the longest of these that its name begins with."""
 
 
-def known(name: str) -> Gpu | None:
+def find_gpu(name: str) -> Gpu | None:
     """Return the data sheet of the GPU that a profile or a row names; None for an unknown GPU."""
     normal = name.upper().replace(" ", "-").removeprefix("NVIDIA-")
     found = [key for key in GPUS if normal.startswith(key.upper())]
@@ -156,12 +156,12 @@ def known(name: str) -> Gpu | None:
 
 def kind_of(name: str) -> GpuKind:
     """Return the figures for the kind of GPU that this name belongs to."""
-    gpu = known(name)
+    gpu = find_gpu(name)
     return KINDS[gpu.kind if gpu else "other"]
 
 
 @cache
-def reaches(pool: Pool) -> Efficiency:
+def efficiency_of(pool: Pool) -> Efficiency:
     """Return the efficiency of a pool's GPUs."""
     given: dict[str, Any] = dict(pool.efficiency)
     return replace(kind_of(pool.gpu).efficiency, **given)

@@ -37,10 +37,12 @@ def with_measured(hardware: Hardware, work: Workload, folder: Path) -> Hardware:
             stage: rows
             for path in sorted(folder.glob("*.yaml"))
             if same_gpu(pool.gpu, path.stem)
-            for stage, rows in _fitting(_read(path)["models"].get(work.model, {}), work)
+            for stage, rows in _fitting_rows(
+                _read_measured(path)["models"].get(work.model, {}), work
+            )
         }
         scales = tuple(
-            (figure, _scale(costs, pool, stage, found[stage]))
+            (figure, _measured_ratio(costs, pool, stage, found[stage]))
             for stage, figure in SCALED.items()
             if stage in found
         )
@@ -62,7 +64,7 @@ def same_gpu(profile: str, measured: str) -> bool:
     return chip in theirs and ("pcie" in ours) == ("pcie" in theirs)
 
 
-def _fitting(
+def _fitting_rows(
     stages: Mapping[str, list[dict[str, Any]]], work: Workload
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield (stage, its rows that fit `work`) for the stages that have any."""
@@ -82,7 +84,7 @@ def _fitting(
             yield stage, fitting
 
 
-def _scale(costs: Costs, pool: Pool, stage: str, rows: list[dict[str, Any]]) -> float:
+def _measured_ratio(costs: Costs, pool: Pool, stage: str, rows: list[dict[str, Any]]) -> float:
     """Return measured over computed seconds of the row with the most samples and steps. In small
     ones the processor's launches decide, which differ from machine to machine."""
     row = max(rows, key=lambda row: row["samples"] * row.get("steps", 1))
@@ -103,6 +105,6 @@ def computed_seconds(
 
 
 @lru_cache
-def _read(path: Path) -> Mapping[str, Any]:
+def _read_measured(path: Path) -> Mapping[str, Any]:
     loaded: Mapping[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return loaded

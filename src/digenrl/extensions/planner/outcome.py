@@ -12,8 +12,13 @@ from typing import Any
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.records import MOST_STEPS, Simulated
-from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, VirtualRank, coarsen
-from digenrl.extensions.planner.virtual_run import steady
+from digenrl.extensions.planner.virtual_cluster import (
+    Cluster,
+    Disturbance,
+    VirtualRank,
+    coarsen_run,
+)
+from digenrl.extensions.planner.virtual_run import simulate_until_steady
 from digenrl.extensions.planner.workload import Drawn
 from digenrl.recompute import Recompute
 
@@ -55,7 +60,7 @@ class CandidateOutcome:
         A run that has not settled may still consume a buffer of samples, and then looks faster than
         it is.
         """
-        return max(self.step_s, self.costing.floor(self.candidate))
+        return max(self.step_s, self.costing.step_floor(self.candidate))
 
     @property
     def efficiency(self) -> float:
@@ -88,7 +93,7 @@ class CandidateOutcome:
         once = costing.evaluation_seconds(drawn, candidate, rollouts)
         if not rollouts:
             return once
-        cluster = costing.cluster(candidate)
+        cluster = costing.build_cluster(candidate)
         waits = [
             s
             for (_, stage, cause), s in self.result.seconds.items()
@@ -112,7 +117,7 @@ class CandidateOutcome:
         candidate never wins."""
         return self.result.settled
 
-    def simulated(
+    def simulated_seconds(
         self,
         cluster: Cluster | None = None,
         disturbance: Disturbance | str | None = None,
@@ -126,35 +131,37 @@ class CandidateOutcome:
             disturbance: what to disturb. The name of a role slows one of its ranks by `SLOW_RANK`.
             steps: RL steps to simulate; None = until the step no longer changes.
         """
-        cluster = cluster or self.costing.cluster(self.candidate)
+        cluster = cluster or self.costing.build_cluster(self.candidate)
         real = len(cluster.ranks)
-        spec, cluster = coarsen(self.costing.spec(self.candidate), cluster, COARSE_RANKS)
+        spec, cluster = coarsen_run(
+            self.costing.schedule_spec(self.candidate), cluster, COARSE_RANKS
+        )
         if isinstance(disturbance, str):
             last = (cluster.trainers if disturbance == "trainer" else cluster.rollouts)[-1].rank
             # One rank of the coarse cluster stands for several. Of these only one is slow, which
             # rollouts average out. Trainers wait for the slowest, so there the whole factor counts.
             together = real / len(cluster.ranks) if disturbance == "rollout" else 1.0
             disturbance = Disturbance(stragglers={last: 1 + (SLOW_RANK - 1) / together})
-        return steady(spec, cluster, steps, QUICK_STEPS, disturbance).step_s
+        return simulate_until_steady(spec, cluster, steps, QUICK_STEPS, disturbance).step_s
 
     @cached_property
     def _quick_s(self) -> float:
-        return self.simulated() if self.quick_s is None else self.quick_s
+        return self.simulated_seconds() if self.quick_s is None else self.quick_s
 
     @cached_property
     def jitter_s(self) -> float:
         """Seconds per step when every duration varies by 5%."""
-        return self._scaled(self.simulated(None, JITTER, steps=JITTER_STEPS))
+        return self._scale_to_exact(self.simulated_seconds(None, JITTER, steps=JITTER_STEPS))
 
     @cached_property
     def slow_rank_s(self) -> float:
         """Seconds per step when one rank is 15% slower: the mean over the choices of this rank."""
         trainers, rollouts = self.candidate.trainers, self.candidate.rollouts
-        total = trainers * self.simulated(None, "trainer")
-        total += rollouts * self.simulated(None, "rollout") if rollouts else 0.0
-        return self._scaled(total / (trainers + rollouts))
+        total = trainers * self.simulated_seconds(None, "trainer")
+        total += rollouts * self.simulated_seconds(None, "rollout") if rollouts else 0.0
+        return self._scale_to_exact(total / (trainers + rollouts))
 
-    def _scaled(self, seconds: float) -> float:
+    def _scale_to_exact(self, seconds: float) -> float:
         """Correct a quick figure by the ratio of the exact and the quick simulation without
         disturbances."""
         return seconds * self.step_s / self._quick_s
@@ -167,18 +174,18 @@ class CandidateOutcome:
     @cached_property
     def slower_generation_s(self) -> float:
         """Seconds per step if denoising takes `SLOWER_GENERATION` times as long as assumed."""
-        cluster = self.costing.cluster(self.candidate)
+        cluster = self.costing.build_cluster(self.candidate)
         ranks = tuple(
             replace(rank, step_seconds=SLOWER_GENERATION * rank.step_seconds)
             for rank in cluster.ranks
         )
-        return self._scaled(self.simulated(replace(cluster, ranks=ranks)))
+        return self._scale_to_exact(self.simulated_seconds(replace(cluster, ranks=ranks)))
 
     @cached_property
     def compiled_s(self) -> float:
         """Seconds per step with model.compile=true, by the figures of `gpus.ENGINES`."""
         compiled = replace(self.costing, work=replace(self.costing.work, engine="compiled"))
-        return self._scaled(self.simulated(compiled.cluster(self.candidate)))
+        return self._scale_to_exact(self.simulated_seconds(compiled.build_cluster(self.candidate)))
 
     @cached_property
     def limits(self) -> list[dict[str, Any]]:
@@ -191,9 +198,9 @@ class CandidateOutcome:
         step and bound.
         """
         found, before = {}, self._quick_s
-        last = self.costing.cluster(self.candidate)
-        for cause, cluster in self._freed():
-            after = before if cluster == last else self.simulated(cluster)
+        last = self.costing.build_cluster(self.candidate)
+        for cause, cluster in self._clusters_without_causes():
+            after = before if cluster == last else self.simulated_seconds(cluster)
             found[cause], before, last = before - after, after, cluster
         roles = self.costing.bound_of_roles(self.candidate)
         found["waiting"] = before - roles + self.step_s - self._quick_s
@@ -205,24 +212,26 @@ class CandidateOutcome:
             if abs(seconds) > 1e-9
         ]
 
-    def _freed(self) -> Iterator[tuple[str, Cluster]]:
+    def _clusters_without_causes(self) -> Iterator[tuple[str, Cluster]]:
         """Yield each cause with a cluster that lacks the causes up to here."""
         costing, spec, costs = self.costing, self.candidate.spec, self.costing.costs
-        cluster, size, work = costing.cluster(self.candidate), spec.task_size, costing.work
+        cluster, size, work = costing.build_cluster(self.candidate), spec.task_size, costing.work
         units = costing.seconds_per_unit()
         pools = {pool.name: pool for pool in costing.hardware.pools}
 
-        def ranks(change: Callable[[VirtualRank], dict[str, Any]]) -> tuple[VirtualRank, ...]:
+        def change_ranks(
+            change: Callable[[VirtualRank], dict[str, Any]],
+        ) -> tuple[VirtualRank, ...]:
             return tuple(replace(rank, **change(rank)) for rank in cluster.ranks)
 
-        def best(stage: str, rank: VirtualRank) -> float:
+        def best_seconds(stage: str, rank: VirtualRank) -> float:
             return size * (units[stage][rank.pool] or 0.0)
 
         free = dict.fromkeys(("publish_seconds", "snapshot_seconds", "deliver_seconds"), 0.0)
         own = dict.fromkeys(("adopt_seconds", "fetch_seconds", "send_seconds"), 0.0)
-        cluster = replace(cluster, ranks=ranks(lambda rank: own), **free)  # type: ignore[arg-type]
+        cluster = replace(cluster, ranks=change_ranks(lambda rank: own), **free)  # type: ignore[arg-type]
         yield "publication, transfers, CPU scorers", cluster
-        alone = ranks(
+        alone = change_ranks(
             lambda rank: {
                 "step_seconds": costs.step_seconds(pools[rank.pool], size),
                 "exposed_seconds": 0.0,
@@ -233,18 +242,21 @@ class CandidateOutcome:
         cluster = replace(cluster, optimizer_seconds=0.0, switch_seconds=0.0)
         yield "optimizer, switches", cluster
 
-        def kept(rank: VirtualRank) -> dict[str, float]:
+        def without_recompute(rank: VirtualRank) -> dict[str, float]:
             plain = costs.cell_seconds(pools[rank.pool], size, spec.tsp_batch, Recompute())
             return {"cell_seconds": plain / spec.context if rank.role == "trainer" else 0.0}
 
-        cluster = replace(cluster, ranks=ranks(kept))
+        cluster = replace(cluster, ranks=change_ranks(without_recompute))
         yield "recomputation", cluster
 
-        def batched(rank: VirtualRank) -> dict[str, float]:
-            cell = best("train", rank) / spec.context if rank.role == "trainer" else 0.0
-            return {"cell_seconds": cell, "step_seconds": best("generate", rank) / work.steps}
+        def at_best_batch(rank: VirtualRank) -> dict[str, float]:
+            cell = best_seconds("train", rank) / spec.context if rank.role == "trainer" else 0.0
+            return {
+                "cell_seconds": cell,
+                "step_seconds": best_seconds("generate", rank) / work.steps,
+            }
 
-        cluster = replace(cluster, ranks=ranks(batched))
+        cluster = replace(cluster, ranks=change_ranks(at_best_batch))
         yield "batch sizes, launches", cluster
         # Encoding each prompt once is part of the bound; a prompt that several ranks encode is the
         # repetition.
@@ -258,17 +270,17 @@ class CandidateOutcome:
         )
         once = min(1.0, work.prompts / times) if times else 1.0
 
-        def resident(rank: VirtualRank) -> dict[str, float]:
+        def with_resident_encoders(rank: VirtualRank) -> dict[str, float]:
             return {
                 "encode_seconds": once * (units["encode"][rank.pool] or 0.0),
-                "decode_seconds": best("decode", rank),
+                "decode_seconds": best_seconds("decode", rank),
             }
 
-        cluster = replace(cluster, ranks=ranks(resident))
+        cluster = replace(cluster, ranks=change_ranks(with_resident_encoders))
         yield "encoders: residence, repetition", cluster
 
 
-def evaluate(
+def simulate_candidate(
     costing: Costing,
     candidate: Candidate,
     bound_s: float,
@@ -286,11 +298,11 @@ def evaluate(
         steps: RL steps to simulate; None = until the step no longer changes.
         cutoff_s: seconds per step above which a run is stopped early; see `steady`.
     """
-    spec, cluster = costing.spec(candidate), costing.cluster(candidate)
+    spec, cluster = costing.schedule_spec(candidate), costing.build_cluster(candidate)
     if not exact:
-        spec, cluster = coarsen(spec, cluster, COARSE_RANKS)
+        spec, cluster = coarsen_run(spec, cluster, COARSE_RANKS)
     most = MOST_STEPS if exact else QUICK_STEPS
-    result = steady(spec, cluster, steps, most, trace=trace, cutoff_s=cutoff_s)
+    result = simulate_until_steady(spec, cluster, steps, most, trace=trace, cutoff_s=cutoff_s)
     if exact:
         return CandidateOutcome(costing, candidate, result, bound_s)
     # A search keeps many of these, and needs only their seconds.

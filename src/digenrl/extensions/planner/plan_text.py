@@ -23,7 +23,7 @@ NEAR_DUPLICATE = 0.01
 """Relative difference of step times below which two candidates of one schedule are shown as one."""
 
 
-def overrides(outcome: CandidateOutcome) -> list[str]:
+def train_words(outcome: CandidateOutcome) -> list[str]:
     """Return the words that run the candidate with `digenrl train experiment=... hardware=...`."""
     candidate, hardware = outcome.candidate, outcome.costing.hardware
     words = [
@@ -36,8 +36,8 @@ def overrides(outcome: CandidateOutcome) -> list[str]:
         f"model.offload_encoders={str(not candidate.encoders).lower()}",
         f"schedule.claims={'split' if candidate.static_claims else 'shared'}",
         "schedule.auto=false",
-        *quantized(outcome),
-        *outcome.costing.spec(candidate).override_words(),
+        *quantize_words(outcome),
+        *outcome.costing.schedule_spec(candidate).override_words(),
     ]
     if candidate.sharding == "ddp" and candidate.trainers > MOST_SHARES:
         # The profile's speeds, which are these shares, are what measured ones begin with.
@@ -63,7 +63,7 @@ def evaluation_words(outcome: CandidateOutcome, drawn: Drawn | None) -> list[str
     return ["allocation.evaluation=trainers"]
 
 
-def quantized(outcome: CandidateOutcome) -> list[str]:
+def quantize_words(outcome: CandidateOutcome) -> list[str]:
     """Return the word that quantizes the frozen base, in a list; an empty list if it has 16
     bits."""
     size = outcome.costing.work.base_bytes
@@ -78,10 +78,10 @@ def _recompute_word(recompute: Recompute | None) -> str:
     return str(value).lower()
 
 
-def row(outcome: CandidateOutcome, explained: bool = True) -> dict[str, Any]:
+def candidate_entry(outcome: CandidateOutcome, explained: bool = True) -> dict[str, Any]:
     """Return one candidate's entry in plan.json; its `limits` are empty if not `explained`."""
     return {
-        "overrides": overrides(outcome),
+        "overrides": train_words(outcome),
         "schedule": outcome.candidate.name,
         "async_steps": outcome.candidate.spec.async_steps,
         "trainers": outcome.candidate.trainers,
@@ -100,7 +100,7 @@ def row(outcome: CandidateOutcome, explained: bool = True) -> dict[str, Any]:
         "host_gib": {
             pool: round(gib, 3) for pool, gib in outcome.costing.host_gib(outcome.candidate).items()
         },
-        "recompute": {pool: kept.config for pool, kept in recomputed(outcome).items()},
+        "recompute": {pool: kept.config for pool, kept in recompute_by_pool(outcome).items()},
         "bubble": outcome.bubble,
         "limits": outcome.limits if explained else [],
     }
@@ -109,23 +109,24 @@ def row(outcome: CandidateOutcome, explained: bool = True) -> dict[str, Any]:
 def memory_by_role(outcome: CandidateOutcome) -> dict[str, float]:
     """Return role -> GiB of its fullest rank."""
     table: dict[str, float] = {}
-    for (_, role), use in outcome.costing.memory(outcome.candidate).items():
+    for (_, role), use in outcome.costing.rank_memory(outcome.candidate).items():
         table[role] = max(table.get(role, 0.0), round(use.gib, 3))
     return table
 
 
-def recomputed(outcome: CandidateOutcome) -> dict[str, Recompute]:
+def recompute_by_pool(outcome: CandidateOutcome) -> dict[str, Recompute]:
     """Return pool of trainers -> what their blocks keep for the backward pass."""
     costing, candidate = outcome.costing, outcome.candidate
     return {
-        pool.name: costing.recompute(candidate, pool) for pool, _ in costing.trainers(candidate)
+        pool.name: costing.choose_recompute(candidate, pool)
+        for pool, _ in costing.trainers_by_pool(candidate)
     }
 
 
-def repeats(outcome: CandidateOutcome) -> str:
+def recompute_cell(outcome: CandidateOutcome) -> str:
     """Return a table cell for recomputation: `no`, shares of blocks with what they compute again,
     or `by pool`."""
-    kept = set(recomputed(outcome).values())
+    kept = set(recompute_by_pool(outcome).values())
     if len(kept) > 1:
         return "by pool"
     shares = {mode: share for mode, share in kept.pop().shares.items() if share > 0}
@@ -138,7 +139,7 @@ def repeats(outcome: CandidateOutcome) -> str:
     )
 
 
-def chosen(plan: Plan, asynchronous: bool) -> list[CandidateOutcome]:
+def eligible_outcomes(plan: Plan, asynchronous: bool) -> list[CandidateOutcome]:
     """Return the candidates that the plan may choose from, best first."""
     return [
         outcome
@@ -157,23 +158,25 @@ def as_json(
     and what would run instead.
     """
     costing = plan.costing
-    best = {kind: plan.best(kind) for kind in ("colocated", "on_policy", "async")}
-    ranked = chosen(plan, asynchronous)
+    best = {kind: plan.best_of_kind(kind) for kind in ("colocated", "on_policy", "async")}
+    ranked = eligible_outcomes(plan, asynchronous)
     slow = EXPLAINED * ranked[0].step_s
     return {
-        "candidates": [row(outcome, outcome.step_s <= slow) for outcome in ranked],
-        "configured": None if asked is None else row(asked),
+        "candidates": [candidate_entry(outcome, outcome.step_s <= slow) for outcome in ranked],
+        "configured": None if asked is None else candidate_entry(asked),
         "refused": refused,
-        "best": {kind: row(outcome) if outcome else None for kind, outcome in best.items()},
+        "best": {
+            kind: candidate_entry(outcome) if outcome else None for kind, outcome in best.items()
+        },
         "pools": {pool.name: pool.count for pool in costing.hardware.pools},
         "work": costing.work_units(),
         "seconds_per_unit": costing.seconds_per_unit(),
-        "sources": costing.sources(),
-        "sensitivity": sensitivity(plan, asynchronous),
+        "sources": costing.figure_sources(),
+        "sensitivity": generation_sensitivity(plan, asynchronous),
         "bound_step_s": plan.bound_s,
         "gpu_hours": booking.gpu_hours(ranked[0]),
-        "hours": booking.hours(ranked[0]),
-        "price": booking.price(ranked[0]),
+        "hours": booking.run_hours(ranked[0]),
+        "price": booking.run_price(ranked[0]),
         "rl_steps": booking.rl_steps,
         "simulated": plan.simulated,
     }
@@ -189,7 +192,7 @@ class Booking:
     drawn: Drawn | None = None
     """Samples that each evaluation draws; None = no evaluations."""
 
-    def hours(self, outcome: CandidateOutcome) -> float:
+    def run_hours(self, outcome: CandidateOutcome) -> float:
         """Return the hours of the whole run, including its evaluations."""
         seconds = self.rl_steps * outcome.step_s
         if (
@@ -202,9 +205,9 @@ class Booking:
 
     def gpu_hours(self, outcome: CandidateOutcome) -> float:
         """Return the GPU-hours of the run. All GPUs of the profile are booked."""
-        return self.hours(outcome) * outcome.costing.hardware.booked
+        return self.run_hours(outcome) * outcome.costing.hardware.booked
 
-    def price(self, outcome: CandidateOutcome) -> float | None:
+    def run_price(self, outcome: CandidateOutcome) -> float | None:
         """Return the cost of the run in the currency of the price; None if no price is given."""
         return (
             None
@@ -213,56 +216,56 @@ class Booking:
         )
 
 
-def sensitivity(plan: Plan, asynchronous: bool) -> dict[str, Any]:
+def generation_sensitivity(plan: Plan, asynchronous: bool) -> dict[str, Any]:
     """Return the winner's step if denoising took 20% longer than assumed, and the best candidate
     then."""
-    ranked = chosen(plan, asynchronous)
+    ranked = eligible_outcomes(plan, asynchronous)
     best = min(ranked, key=lambda outcome: outcome.slower_generation_s)
     return {
         "factor": SLOWER_GENERATION,
         "step_s": ranked[0].slower_generation_s,
-        "best": seat(best),
+        "best": schedule_and_split(best),
         "best_step_s": best.slower_generation_s,
     }
 
 
-def seat(outcome: CandidateOutcome) -> str:
+def schedule_and_split(outcome: CandidateOutcome) -> str:
     """Return the schedule and its split of the ranks, such as `sync 2+6`."""
     candidate = outcome.candidate
     return f"{candidate.name} {candidate.trainers}+{candidate.rollouts}"
 
 
-def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
+def booking_lines(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
     """Return lines that say what to book and what it costs."""
-    winner = chosen(plan, asynchronous)[0]
+    winner = eligible_outcomes(plan, asynchronous)[0]
     costing, hardware = plan.costing, plan.costing.hardware
     gpus = ", ".join(f"{pool.count + pool.judges} x {pool.gpu}" for pool in hardware.pools)
-    price = booking.price(winner)
+    price = booking.run_price(winner)
     money = "" if price is None else f", {price:,.0f} at {booking.price_per_gpu_hour:g} a GPU-hour"
     drawn = booking.drawn
     by_rollouts = drawn is not None and winner.rollouts_evaluate(drawn)
     evaluators = "rollouts" if by_rollouts else "trainers"
     lines = [
-        f"Book {gpus} for {booking.hours(winner):.1f} hours ({booking.rl_steps} RL steps and "
+        f"Book {gpus} for {booking.run_hours(winner):.1f} hours ({booking.rl_steps} RL steps and "
         f"{booking.evaluations} evaluations by {evaluators}): "
         f"{booking.gpu_hours(winner):,.0f} GPU-hours{money}.",
-        f"Run {' with '.join([seat(winner), *quantized(winner)])}: {winner.step_s:.2f} s per "
-        f"step; {winner.jitter_s:.2f} s if durations vary by 5%, {winner.slow_rank_s:.2f} s if one "
-        "rank is 15% slower.",
+        f"Run {' with '.join([schedule_and_split(winner), *quantize_words(winner)])}: "
+        f"{winner.step_s:.2f} s per step; {winner.jitter_s:.2f} s if durations vary by 5%, "
+        f"{winner.slow_rank_s:.2f} s if one rank is 15% slower.",
     ]
     if judges := hardware.booked - hardware.gpus:
         lines.append(
             f"Judges ({', '.join(costing.work.judged)}) hold {judges} of these GPUs and take "
             f"{costing.costs.judged_seconds():.2f} s for the samples of a step, beside the ranks."
         )
-    found = sensitivity(plan, asynchronous)
+    found = generation_sensitivity(plan, asynchronous)
     better = f", and {found['best']} would be best ({found['best_step_s']:.2f} s)"
-    other = "" if found["best"] == seat(winner) else better
+    other = "" if found["best"] == schedule_and_split(winner) else better
     lines.append(f"If rollouts are 20% slower than assumed: {found['step_s']:.2f} s{other}.")
     if costing.work.engine == "eager" and costing.work.compiles:
         lines.append(f"With model.compile=true (not yet run on a GPU): {winner.compiled_s:.2f} s.")
     words: dict[str, list[str]] = {}
-    for stage, by_pool in plan.costing.sources().items():
+    for stage, by_pool in plan.costing.figure_sources().items():
         for source in sorted(set(by_pool.values())):
             where = [pool for pool, word in by_pool.items() if word == source]
             name = stage if len(where) == len(by_pool) else f"{stage} on {'+'.join(where)}"
@@ -272,7 +275,7 @@ def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
     return lines + [f"In the simulation {message}" for message in winner.result.messages]
 
 
-def table(
+def candidate_table(
     plan: Plan,
     asynchronous: bool,
     booking: Booking,
@@ -286,18 +289,20 @@ def table(
     ]
     candidates = 0
     shown: dict[tuple[str, str], list[float]] = {}
-    for outcome in chosen(plan, asynchronous):
+    for outcome in eligible_outcomes(plan, asynchronous):
         near = shown.setdefault((outcome.candidate.name, outcome.candidate.sharding), [])
         if candidates < show and all(
             abs(outcome.step_s / other - 1) > NEAR_DUPLICATE for other in near
         ):
             near.append(outcome.step_s)
             candidates += 1
-            lines += _lines(outcome, booking)
-    return lines if asked is None else [*lines, *_lines(asked, booking, "as configured")]
+            lines += _candidate_lines(outcome, booking)
+    return lines if asked is None else [*lines, *_candidate_lines(asked, booking, "as configured")]
 
 
-def _lines(outcome: CandidateOutcome, booking: Booking, name: str | None = None) -> list[str]:
+def _candidate_lines(
+    outcome: CandidateOutcome, booking: Booking, name: str | None = None
+) -> list[str]:
     candidate, memory = outcome.candidate, memory_by_role(outcome)
     gib = f"{memory['trainer']:.1f}/" + (f"{memory['rollout']:.1f}" if "rollout" in memory else "-")
     waits = sorted(outcome.bubble.items(), key=lambda item: -item[1])
@@ -306,15 +311,15 @@ def _lines(outcome: CandidateOutcome, booking: Booking, name: str | None = None)
     figures = (
         f"{name or candidate.name:<17}{f'{candidate.trainers}+{candidate.rollouts}':>8}"
         f"{candidate.sharding:>6}{candidate.spec.task_size:>5}{candidate.spec.tsp_batch:>6}"
-        f"{candidate.spec.gap:>4}{repeats(outcome):>13}{gib:>10}{outcome.step_s:>9.2f}"
+        f"{candidate.spec.gap:>4}{recompute_cell(outcome):>13}{gib:>10}{outcome.step_s:>9.2f}"
         f"{max(outcome.jitter_s, outcome.slow_rank_s):>8.1f}{outcome.efficiency:>6.2f}"
         f"{booking.gpu_hours(outcome):>7.0f}"
     )
-    rest = f"waiting: {bubble or 'none'}{_also(candidate)}{settled}"
-    return [figures, *wrapped(rest, "    ")]
+    rest = f"waiting: {bubble or 'none'}{_unusual_choices(candidate)}{settled}"
+    return [figures, *wrap_text(rest, "    ")]
 
 
-def wrapped(text: str, indent: str = "") -> list[str]:
+def wrap_text(text: str, indent: str = "") -> list[str]:
     """Return a text in lines of at most `COLUMNS` columns, all of them behind `indent`, or the
     later ones where that is empty."""
     later = indent or "  "
@@ -328,7 +333,7 @@ def wrapped(text: str, indent: str = "") -> list[str]:
     )
 
 
-def _also(candidate: Candidate) -> str:
+def _unusual_choices(candidate: Candidate) -> str:
     """Return words for unusual choices that have no column of their own."""
     words = {
         f"trainers first from {candidate.first}": candidate.first is not None,
@@ -348,7 +353,7 @@ def asynchronous_line(plan: Plan, other: CandidateOutcome | None, chosen: bool) 
         other: the best asynchronous run; None: none fits.
         chosen: whether the plan may choose it.
     """
-    colocated = plan.best("colocated")
+    colocated = plan.best_of_kind("colocated")
     if other is None:
         return "With one-step asynchrony: nothing fits, or nothing is left to overlap."
     ratio = (
@@ -356,8 +361,8 @@ def asynchronous_line(plan: Plan, other: CandidateOutcome | None, chosen: bool) 
     )
     how = "" if chosen else " Its command: the same words with plan.async=true."
     return (
-        f"With one-step asynchrony: {seat(other)}, {other.step_s:.2f} s per step{ratio}. On the "
-        "digits the held-out judge lost .001 to .010 by it "
+        f"With one-step asynchrony: {schedule_and_split(other)}, {other.step_s:.2f} s per "
+        f"step{ratio}. On the digits the held-out judge lost .001 to .010 by it "
         f"(benchmarks/results/learning_async.md).{how}"
     )
 
@@ -368,11 +373,11 @@ CHANGES = (
 )
 
 
-def explanation(plan: Plan, asynchronous: bool) -> list[str]:
+def explain_winner(plan: Plan, asynchronous: bool) -> list[str]:
     """Return two lines about the winner; they say so when a colocated run wins."""
-    ranked = chosen(plan, asynchronous)
+    ranked = eligible_outcomes(plan, asynchronous)
     winner = ranked[0]
-    colocated = plan.best("colocated")
+    colocated = plan.best_of_kind("colocated")
     limits = [limit for limit in winner.limits if limit["seconds"] > 0][:3]
     causes = (
         ", ".join(f"{limit['cause']} {limit['seconds']:.2f} s" for limit in limits) or "nothing"

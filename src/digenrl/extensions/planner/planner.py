@@ -19,17 +19,17 @@ from typing import Any
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.enumeration import (
-    allowed,
-    colocated,
-    disaggregated,
-    fitted,
-    neighbours,
-    promising,
+    colocated_candidates,
+    disaggregated_candidates,
+    fit_candidate,
+    is_allowed,
+    neighbour_candidates,
+    promising_candidates,
     task_sizes,
 )
 from digenrl.extensions.planner.floor import busiest_seconds
-from digenrl.extensions.planner.outcome import COARSE_RANKS, CandidateOutcome, evaluate
-from digenrl.extensions.planner.virtual_cluster import coarsen
+from digenrl.extensions.planner.outcome import COARSE_RANKS, CandidateOutcome, simulate_candidate
+from digenrl.extensions.planner.virtual_cluster import coarsen_run
 from digenrl.garbage import no_garbage
 
 NEAR = 2
@@ -65,7 +65,7 @@ class Plan:
     outcomes: tuple[CandidateOutcome, ...]
     simulated: int
 
-    def best(self, kind: str) -> CandidateOutcome | None:
+    def best_of_kind(self, kind: str) -> CandidateOutcome | None:
         """Return the best outcome of a kind (colocated | on_policy | async), or None."""
         tests = {
             "colocated": lambda c: c.rollouts == 0,
@@ -92,11 +92,11 @@ def make_plan(
     Raises:
         PlanError: no candidate fits. The message says how much memory is missing, and where.
     """
-    bound_s = costing.bound()
+    bound_s = costing.step_bound()
     seen: dict[Candidate, CandidateOutcome] = {}
     finalists: dict[Candidate, CandidateOutcome] = {}
 
-    def tried(
+    def try_candidates(
         candidates: Iterable[Candidate], known: Iterable[CandidateOutcome] = ()
     ) -> list[CandidateOutcome]:
         """Simulate the candidates that fit and might beat the `known` outcomes; return all of them,
@@ -108,10 +108,10 @@ def make_plan(
         found = {outcome.candidate: outcome for outcome in known}
         fitting = [
             candidate
-            for candidate in dict.fromkeys(_fixed(costing, candidates, fixed))
-            if not costing.misfits(candidate)
+            for candidate in dict.fromkeys(_apply_choices(costing, candidates, fixed))
+            if not costing.find_misfits(candidate)
         ]
-        for candidate in sorted(fitting, key=costing.floor):
+        for candidate in sorted(fitting, key=costing.step_floor):
             if candidate not in seen:
                 best = sorted(outcome.expected_s for outcome in found.values())[:FINALISTS]
                 alike = (
@@ -124,41 +124,46 @@ def make_plan(
                 if known and not candidate.spec.async_steps:
                     limits.append(on_policy)
                 # A rival that is no faster may still have neighbours that are.
-                if costing.floor(candidate) >= min(limits) or _busiest(costing, candidate) >= rival:
+                if (
+                    costing.step_floor(candidate) >= min(limits)
+                    or _quick_step_floor(costing, candidate) >= rival
+                ):
                     continue
                 cutoff_s = CUTOFF * best[-1] if len(best) == FINALISTS else math.inf
-                seen[candidate] = evaluate(costing, candidate, bound_s, cutoff_s=cutoff_s)
+                seen[candidate] = simulate_candidate(costing, candidate, bound_s, cutoff_s=cutoff_s)
             found[candidate] = seen[candidate]
         return sorted(found.values(), key=lambda outcome: outcome.expected_s)
 
-    coarse = [colocated(costing)] if not fixed.get("rollouts") else []
+    coarse = [colocated_candidates(costing)] if not fixed.get("rollouts") else []
     if fixed.get("rollouts") != 0:
         numbers = {int(fixed["trainers"])} if "trainers" in fixed else None
         for async_steps in range(1 + asynchronous):
-            candidates = _fixed(costing, disaggregated(costing, async_steps, numbers), fixed)
-            coarse.append(iter(promising(costing, candidates)))
+            candidates = _apply_choices(
+                costing, disaggregated_candidates(costing, async_steps, numbers), fixed
+            )
+            coarse.append(iter(promising_candidates(costing, candidates)))
     on_policy = math.inf
     """Seconds per step of the fastest on-policy run. Neighbours of on-policy runs must have a lower
     floor."""
     for candidates in coarse:
-        best = tried(candidates)
+        best = try_candidates(candidates)
         for number in range(ROUNDS):
             # A kind that its neighbours brought nowhere near the best is left.
             centres = [
                 o.candidate
-                for o in _centres(best)
+                for o in _search_centres(best)
                 if not number or o.expected_s <= RIVAL * best[0].expected_s
             ]
-            around = [near for centre in centres for near in neighbours(costing, centre)]
-            before, best = _rivals(best), tried(around, best)
+            around = [near for centre in centres for near in neighbour_candidates(costing, centre)]
+            before, best = _rival_seconds(best), try_candidates(around, best)
             if all(
                 seconds >= WORTHWHILE * before.get(held, math.inf)
-                for held, seconds in _rivals(best).items()
+                for held, seconds in _rival_seconds(best).items()
             ):
                 break
         replayed: list[CandidateOutcome] = []
         finalists_of_kind = FINALISTS if not best or best[0].expected_s <= RIVAL * on_policy else 1
-        for outcome in _contenders(best):
+        for outcome in _order_contenders(best):
             steady = [other.step_s for other in replayed if other.settled]
             enough = len(steady) >= finalists_of_kind and outcome.expected_s >= min(steady)
             enough = enough or len(replayed) == MOST_FINALISTS
@@ -166,23 +171,27 @@ def make_plan(
                 continue
             exact = outcome
             if outcome.coarse or steps is not None or not outcome.settled:
-                exact = evaluate(costing, outcome.candidate, bound_s, exact=True, steps=steps)
+                exact = simulate_candidate(
+                    costing, outcome.candidate, bound_s, exact=True, steps=steps
+                )
             replayed.append(replace(exact, quick_s=outcome.step_s))
         finalists |= {outcome.candidate: outcome for outcome in replayed}
         if best and not best[0].candidate.spec.async_steps:
             on_policy = min(on_policy, best[0].expected_s)
     if not seen:
         raise PlanError(_why_nothing(costing))
-    return Plan(costing, bound_s, tuple(_ranked(finalists.values())), len(seen))
+    return Plan(costing, bound_s, tuple(_rank_outcomes(finalists.values())), len(seen))
 
 
-def _busiest(costing: Costing, candidate: Candidate) -> float:
+def _quick_step_floor(costing: Costing, candidate: Candidate) -> float:
     """Return a lower bound of the quick simulation's step that `Costing.floor` does not imply."""
-    spec, cluster = coarsen(costing.spec(candidate), costing.cluster(candidate), COARSE_RANKS)
+    spec, cluster = coarsen_run(
+        costing.schedule_spec(candidate), costing.build_cluster(candidate), COARSE_RANKS
+    )
     return 0.0 if cluster.lockstep else busiest_seconds(spec, cluster)
 
 
-def _ranked(outcomes: Collection[CandidateOutcome]) -> list[CandidateOutcome]:
+def _rank_outcomes(outcomes: Collection[CandidateOutcome]) -> list[CandidateOutcome]:
     """Sort outcomes: settled before unsettled, then by `robust_s`.
 
     Runs that are more than `RIVAL` times as slow as the fastest come after the others. On-policy
@@ -192,7 +201,7 @@ def _ranked(outcomes: Collection[CandidateOutcome]) -> list[CandidateOutcome]:
     """
     settled = [outcome for outcome in outcomes if outcome.settled]
 
-    def standing(outcome: CandidateOutcome) -> tuple[bool, bool]:
+    def outcome_class(outcome: CandidateOutcome) -> tuple[bool, bool]:
         alike = (
             o.step_s
             for o in settled
@@ -201,13 +210,13 @@ def _ranked(outcomes: Collection[CandidateOutcome]) -> list[CandidateOutcome]:
         return not outcome.settled, outcome.step_s > RIVAL * min(alike, default=math.inf)
 
     ranked: list[CandidateOutcome] = []
-    for _, own in itertools.groupby(sorted(outcomes, key=standing), key=standing):
+    for _, own in itertools.groupby(sorted(outcomes, key=outcome_class), key=outcome_class):
         alike = list(own)
         ranked += sorted(alike, key=lambda o: o.robust_s) if len(alike) > 1 else alike
     return ranked
 
 
-def _rivals(ranked: list[CandidateOutcome]) -> dict[str, float]:
+def _rival_seconds(ranked: list[CandidateOutcome]) -> dict[str, float]:
     """Return sharding -> seconds of its best run, without those slower than `RIVAL` times the
     best."""
     fastest = {outcome.candidate.sharding: outcome.expected_s for outcome in reversed(ranked)}
@@ -218,7 +227,7 @@ def _rivals(ranked: list[CandidateOutcome]) -> dict[str, float]:
     }
 
 
-def _centres(ranked: list[CandidateOutcome]) -> list[CandidateOutcome]:
+def _search_centres(ranked: list[CandidateOutcome]) -> list[CandidateOutcome]:
     """Return the `NEAR` best of each kind, given by lending, sharding and first pool of
     trainers."""
     kinds: dict[tuple[bool, str, str | None], list[CandidateOutcome]] = {}
@@ -230,7 +239,7 @@ def _centres(ranked: list[CandidateOutcome]) -> list[CandidateOutcome]:
     return [outcome for kind in kinds.values() for outcome in kind[:NEAR]]
 
 
-def _contenders(ranked: list[CandidateOutcome]) -> list[CandidateOutcome]:
+def _order_contenders(ranked: list[CandidateOutcome]) -> list[CandidateOutcome]:
     """Reorder `ranked`: first the best of each fragment size and sharding, then the others.
 
     Quick simulations of equal fragment size and sharding have similar errors, so the exact ones
@@ -246,17 +255,17 @@ def _contenders(ranked: list[CandidateOutcome]) -> list[CandidateOutcome]:
     ]
 
 
-def _fixed(
+def _apply_choices(
     costing: Costing, candidates: Iterable[Candidate], fixed: Mapping[str, Any]
 ) -> Iterator[Candidate]:
     """Yield `candidates` with the user's choices, and with steps per forward that fit these
     choices."""
     for candidate in candidates:
-        changed = candidate.but(**fixed) if fixed else candidate
-        if not allowed(costing, changed):
+        changed = candidate.with_changes(**fixed) if fixed else candidate
+        if not is_allowed(costing, changed):
             continue
         if changed != candidate and "tsp_batch" not in fixed:
-            changed = (fitted(costing, changed) or changed).but(**fixed)
+            changed = (fit_candidate(costing, changed) or changed).with_changes(**fixed)
         yield changed
 
 
@@ -266,23 +275,23 @@ def sync_run(costing: Costing, gpus: int) -> CandidateOutcome | None:
     Nothing overlaps, and a forward trains a single denoising step.
     """
     every = (
-        costing.candidate(trainers, gpus - trainers, sharding=sharding, gap=0, tsp_shard=False)
+        costing.make_candidate(trainers, gpus - trainers, sharding=sharding, gap=0, tsp_shard=False)
         for trainers, sharding in itertools.product(range(1, gpus), ("ddp", "hsdp", "fsdp"))
     )
-    found = (c for c in every if allowed(costing, c) and not costing.misfits(c))
-    return fastest(costing, found, costing.bound())
+    found = (c for c in every if is_allowed(costing, c) and not costing.find_misfits(c))
+    return find_fastest(costing, found, costing.step_bound())
 
 
-def fastest(
+def find_fastest(
     costing: Costing, candidates: Iterable[Candidate], bound_s: float
 ) -> CandidateOutcome | None:
     """Return the fastest of `candidates`. A candidate whose floor exceeds the best so far is not
     simulated."""
     best: CandidateOutcome | None = None
-    for candidate in sorted(dict.fromkeys(candidates), key=costing.floor):
-        if best is not None and costing.floor(candidate) >= best.step_s:
+    for candidate in sorted(dict.fromkeys(candidates), key=costing.step_floor):
+        if best is not None and costing.step_floor(candidate) >= best.step_s:
             break
-        outcome = evaluate(costing, candidate, bound_s)
+        outcome = simulate_candidate(costing, candidate, bound_s)
         best = outcome if best is None or outcome.step_s < best.step_s else best
     return best
 
@@ -296,16 +305,16 @@ def _why_nothing(costing: Costing) -> str:
     )
     trials = {}
     if not generating:
-        trials["colocated"] = costing.candidate(gpus, 0, sharding="fsdp", task_size=size)
+        trials["colocated"] = costing.make_candidate(gpus, 0, sharding="fsdp", task_size=size)
     if gpus > 1:
         trainers = max(training, min(gpus // 2, gpus - generating))
-        trials[f"{trainers} trainers"] = costing.candidate(
+        trials[f"{trainers} trainers"] = costing.make_candidate(
             trainers, gpus - trainers, sharding="fsdp", task_size=size
         )
     reasons = [
-        f"{name}: {', '.join(costing.misfits(trial))}"
+        f"{name}: {', '.join(costing.find_misfits(trial))}"
         for name, trial in trials.items()
-        if trial.trainers and allowed(costing, trial)
+        if trial.trainers and is_allowed(costing, trial)
     ]
     if not reasons:
         roles = ", ".join(f"{pool.name}: {pool.count} {pool.role}" for pool in pools)

@@ -15,7 +15,7 @@ from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.measured import with_measured
 from digenrl.extensions.planner.memory import USABLE, rollout_memory
-from digenrl.extensions.planner.workload import BASE_BYTES, Drawn, Workload, counted
+from digenrl.extensions.planner.workload import BASE_BYTES, Drawn, Workload, counted_models
 from digenrl.hardware import parse_hardware
 from digenrl.recompute import AUTO, parse_recompute
 from digenrl.rewards.needs import placed_scorers
@@ -49,27 +49,27 @@ CHOICES = {
 """Key -> field of `Candidate` or `ScheduleSpec`."""
 
 
-def sized(composed: Composed) -> bool:
+def has_counted_sizes(composed: Composed) -> bool:
     """Return whether the model is a real build with counted sizes."""
-    known = composed.choices.get("model") in counted()
+    known = composed.choices.get("model") in counted_models()
     return known and composed.settings.model.get("build") == "real"
 
 
 def costing_of(composed: Composed) -> Costing:
     """Return the costing of the experiment on its hardware profile. Raises ValueError for a model
     without counted sizes."""
-    work, folder = workload(composed), config_directory() / "hardware" / "measured"
+    work, folder = read_workload(composed), config_directory() / "hardware" / "measured"
     return Costing(work, with_measured(parse_hardware(composed.settings.hardware), work, folder))
 
 
-def workload(composed: Composed) -> Workload:
+def read_workload(composed: Composed) -> Workload:
     """Return the experiment's workload. Raises ValueError for a model without counted sizes."""
     settings = composed.settings
     model_name = composed.choices["model"]
-    if model_name not in counted():
+    if model_name not in counted_models():
         raise ValueError(
             f"model={model_name} has no counted sizes to plan with (known: "
-            f"{', '.join(sorted(counted()))}). A small one is measured faster than planned: "
+            f"{', '.join(sorted(counted_models()))}). A small one is measured faster than planned: "
             f"`digenrl train experiment={composed.choices['experiment']} "
             f"hardware={composed.choices['hardware']} max_rl_steps=3` ends with step_s in "
             "summary.json. A large one is counted by benchmarks/count_facts.py, once."
@@ -196,7 +196,7 @@ def candidate_of(settings: Settings, trainers: int, rollouts: int, trained: int)
     )
 
 
-def given(composed: Composed, costing: Costing) -> dict[str, Any]:
+def fixed_choices(composed: Composed, costing: Costing) -> dict[str, Any]:
     """Return the choices that the planner must keep, as `make_plan` takes them.
 
     These are the keys of the command line, and values that are neither `auto` nor off.

@@ -21,7 +21,7 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
 candidate."""
 
 
-def remedy(costing: Costing, candidate: Candidate) -> str:
+def find_remedy(costing: Costing, candidate: Candidate) -> str:
     """Return a sentence with the fewest settings that make `candidate` fit, or with advice if no
     settings do."""
     work, hardware = costing.work, costing.hardware
@@ -38,7 +38,7 @@ def remedy(costing: Costing, candidate: Candidate) -> str:
         ("model.quantize=nf4 parallel.sharding=ddp ", costing.quantized),
     )
     for said, way in ways:
-        if (words := _changes(way, candidate)) is not None:
+        if (words := _fitting_changes(way, candidate)) is not None:
             return f"set {said}{' '.join(words)}".rstrip() + "."
     return (
         "no split of this profile's GPUs fits, however its ranks hold the model: train LoRA "
@@ -47,31 +47,35 @@ def remedy(costing: Costing, candidate: Candidate) -> str:
     )
 
 
-def _changes(costing: Costing, candidate: Candidate) -> list[str] | None:
-    """Return the settings to name in `remedy`, or None if no settings make the candidate fit."""
-    tokens = [(f"parallel.context={n}", {"context": n}) for n in costing.contexts(candidate)[-1:]]
+def _fitting_changes(costing: Costing, candidate: Candidate) -> list[str] | None:
+    """Return the settings to name in `find_remedy`, or None if no settings make the candidate fit."""
+    tokens = [
+        (f"parallel.context={n}", {"context": n}) for n in costing.context_sizes(candidate)[-1:]
+    ]
     known = [
         (word, change)
         for word, change in (*CHANGES, *tokens)
-        if candidate.but(**change) != candidate
+        if candidate.with_changes(**change) != candidate
     ]
     for count in range(len(known) + 1):
         for chosen in itertools.combinations(known, count):
-            trial = candidate.but(
+            trial = candidate.with_changes(
                 **{key: value for _, change in chosen for key, value in change.items()}
             )
-            if not costing.misfits(trial):
+            if not costing.find_misfits(trial):
                 return [word for word, _ in chosen]
-    smallest = candidate.but(
+    smallest = candidate.with_changes(
         **{key: value for _, change in CHANGES for key, value in change.items()}
     )
     gpus = costing.hardware.gpus
     for trainers in range(gpus, 0, -1):
         sharding = "fsdp" if trainers > 1 else "ddp"
-        split = smallest.but(trainers=trainers, rollouts=gpus - trainers, sharding=sharding)
-        for context in (1, *costing.contexts(split)[-1:]):
+        split = smallest.with_changes(
+            trainers=trainers, rollouts=gpus - trainers, sharding=sharding
+        )
+        for context in (1, *costing.context_sizes(split)[-1:]):
             try:
-                if costing.misfits(split.but(context=context)):
+                if costing.find_misfits(split.with_changes(context=context)):
                     continue
             except ValueError:  # the roles of the pools do not allow it
                 break

@@ -17,7 +17,7 @@ from digenrl.schedule.timesteps import without_useless_tasks
 
 FEW_TASKS = 200
 FEW_RANKS = 64
-"""Tasks and ranks up to which `coarsen` leaves a run as it is, because simulating each takes no
+"""Tasks and ranks up to which `coarsen_run` leaves a run as it is, because simulating each takes no
 noticeable time."""
 
 
@@ -52,7 +52,7 @@ class VirtualRank:
     """Seconds of a finished task on the line from this rank's place to the trainers'. A line sends
     one task at a time."""
 
-    def at(self, speed: float, number: int) -> VirtualRank:
+    def with_speed(self, speed: float, number: int) -> VirtualRank:
         """Return a copy of this rank with launch rank `number`, `speed` times as fast."""
         names = (
             "step_seconds",
@@ -97,7 +97,7 @@ class Cluster:
     """Whether tasks are split equally beforehand (as in published colocated loops) instead of
     claimed."""
     whole: tuple[ScheduleSpec, Cluster] | None = None
-    """The run that a cluster from `coarsen` stands for; None for any other cluster."""
+    """The run that a cluster from `coarsen_run` stands for; None for any other cluster."""
 
     @cached_property
     def trainers(self) -> tuple[VirtualRank, ...]:
@@ -125,7 +125,7 @@ class Cluster:
             raise ValueError(f"ranks must be numbered 0 .. {len(self.ranks) - 1} in order.")
 
 
-def coarsen(spec: ScheduleSpec, cluster: Cluster, fewest: int) -> tuple[ScheduleSpec, Cluster]:
+def coarsen_run(spec: ScheduleSpec, cluster: Cluster, fewest: int) -> tuple[ScheduleSpec, Cluster]:
     """Return a smaller run with about the same step time: one rank for every w equal ranks, one
     task for every w tasks.
 
@@ -172,7 +172,7 @@ def coarsen(spec: ScheduleSpec, cluster: Cluster, fewest: int) -> tuple[Schedule
         first = replace(
             run[0], send_seconds=width * run[0].send_seconds
         )  # a line sends w tasks one after the other
-        ranks += [first.at(speed, len(ranks) + extra) for extra in range(number)]
+        ranks += [first.with_speed(speed, len(ranks) + extra) for extra in range(number)]
         shares += [spec.shares[run[0].rank] * speed] * number if trains and spec.shares else []
     smaller = replace(spec, group_size=spec.group_size // width, shares=tuple(shares))
     return smaller, replace(cluster, ranks=tuple(ranks), together=together, whole=(spec, cluster))
@@ -183,18 +183,18 @@ def micro_batches(
 ) -> tuple[tuple[float, ...], ...]:
     """Return the seconds of each micro-batch of `fragment` on each trainer, from the placement that
     the runtime uses."""
-    return placed_seconds(placing(spec), cluster.training, cluster.useful, fragment)
+    return placed_seconds(placement_spec(spec), cluster.training, cluster.useful, fragment)
 
 
 def placed_seconds(
     spec: ScheduleSpec, training: Training, useful: float, fragment: tuple[int, ...]
 ) -> tuple[tuple[float, ...], ...]:
     """Return what `micro_batches` returns, from what it depends on."""
-    # A task of one sample is trained or not (see `_useless`). Of a larger task, some rows are
+    # A task of one sample is trained or not (see `_useless_tasks`). Of a larger task, some rows are
     # skipped.
     rows_kept = 1.0 if spec.task_size == 1 else useful
     table: dict[Any, tuple[float, ...]] = {}  # equal trainers have few different loads
-    loads = _loads(spec, len(training), useful, fragment)
+    loads = _fragment_loads(spec, len(training), useful, fragment)
     keys = [(c * rows_kept, e, own) for (c, e), own in zip(training, loads, strict=True)]
     for cell, exposed, own in set(keys):
         table[cell, exposed, own] = tuple([cell * cells + exposed * n for cells, n in own])
@@ -208,7 +208,9 @@ Loads = tuple[tuple[tuple[int, int], ...], ...]
 
 
 @functools.lru_cache(maxsize=4096)
-def _loads(spec: ScheduleSpec, trainers: int, useful: float, fragment: tuple[int, ...]) -> Loads:
+def _fragment_loads(
+    spec: ScheduleSpec, trainers: int, useful: float, fragment: tuple[int, ...]
+) -> Loads:
     """Return the loads of `fragment`.
 
     All fragments of a length are shared in the same way, equal trainers each beginning `turn`
@@ -216,7 +218,9 @@ def _loads(spec: ScheduleSpec, trainers: int, useful: float, fragment: tuple[int
     """
     placement = place_fragment(spec, trainers, tuple(range(len(fragment))))
     if spec.task_size == 1 and useful < 1.0:
-        placement = without_useless_tasks.__wrapped__(placement, _useless(spec, useful, fragment))
+        placement = without_useless_tasks.__wrapped__(
+            placement, _useless_tasks(spec, useful, fragment)
+        )
     loads = tuple(
         tuple([(sum([len(block.steps) for block in micro]), len(micro)) for micro in own])
         for own in placement
@@ -227,13 +231,13 @@ def _loads(spec: ScheduleSpec, trainers: int, useful: float, fragment: tuple[int
 
 
 @functools.lru_cache(maxsize=4096)
-def placing(spec: ScheduleSpec) -> ScheduleSpec:
+def placement_spec(spec: ScheduleSpec) -> ScheduleSpec:
     """Return `spec` without what does not change the placement, so that caches serve many
     candidates."""
     return replace(spec, tag=False, async_steps=0, stale_fraction=0.0, skip_zero=True)
 
 
-def _useless(
+def _useless_tasks(
     spec: ScheduleSpec, useful: float, fragment: tuple[int, ...]
 ) -> frozenset[tuple[int, int]]:
     """Return the one-sample tasks (place in `fragment`, part) without a gradient: the share 1 -
@@ -264,7 +268,7 @@ class Disturbance:
     detect_seconds: float = 10.0
     """Seconds from a rank's death until its tasks are reissued."""
 
-    def factors(self) -> Callable[[int], float]:
+    def duration_factors(self) -> Callable[[int], float]:
         """Return a run's rank -> factor on its next duration: jitter times the straggler factor."""
         slow, uniform = self.stragglers.get, random.Random(self.seed).random
         if not self.jitter:

@@ -38,7 +38,7 @@ class DeadlockError(RuntimeError):
     """The event queue is empty although the run is not finished."""
 
 
-def simulate(
+def simulate_steps(
     spec: ScheduleSpec,
     cluster: Cluster,
     steps: int = 3,
@@ -56,10 +56,10 @@ def simulate(
             property tests look for.
     """
     run = _VirtualRun(spec, cluster, steps - 1, disturbance or Disturbance(), trace, record)
-    return run.until(lambda ends: (0 if steps > 1 else -1) if len(ends) == steps else None)
+    return run.run_until(lambda ends: (0 if steps > 1 else -1) if len(ends) == steps else None)
 
 
-def steady(
+def simulate_until_steady(
     spec: ScheduleSpec,
     cluster: Cluster,
     steps: int | None = None,
@@ -91,7 +91,7 @@ def steady(
         found = settled_from(ends[run.changed :], least)
         return None if found is None else run.changed + found
 
-    def window(ends: list[float]) -> int | None:
+    def window_start(ends: list[float]) -> int | None:
         if steps is not None:
             return (steps - 1) // 2 if len(ends) == steps else None
         if len(ends) == check_at and ends[-1] - ends[-2 - spec.async_steps] > cutoff_s * (
@@ -104,7 +104,7 @@ def steady(
         found = steady_from(ends)
         return max(run.changed, check_at - 1) if found is None and len(ends) >= most else found
 
-    result = run.until(window)
+    result = run.run_until(window_start)
     result = replace(
         result, settled=disturbance is not None or steady_from(list(result.step_ends)) is not None
     )
@@ -133,7 +133,7 @@ class _VirtualRun:
         record: Record | None,
     ) -> None:
         self.spec, self.cluster, self.disturbance, self.trace = spec, cluster, disturbance, trace
-        self._factor = disturbance.factors()
+        self._factor = disturbance.duration_factors()
         self._events: list[tuple[float, int, int, str, Any]] = []
         self._sequence, self.now = 0, 0.0
         self.spans: list[tuple[int, str, float, float, int, Mapping[str, Any]]] = []
@@ -148,7 +148,7 @@ class _VirtualRun:
         )
         self.scheduler = Scheduler(spec, roles, self.plan, record)
         self.gen = VirtualGeneration(
-            spec, cluster, self.scheduler, self.plan, self._factor, self._post, self._span
+            spec, cluster, self.scheduler, self.plan, self._factor, self._post_event, self._add_span
         )
         self.units = [Unit(ranks) for ranks in cluster.units]
         self.unit_of = {rank: unit for unit in self.units for rank in unit.ranks}
@@ -163,14 +163,18 @@ class _VirtualRun:
         """Unit -> (its rank, trainer whose cells determine how long the unit trains). A coarsened
         run takes the trainers of the whole run if both have the same units, because who waits for
         whom depends on the cells of every trainer."""
-        self.together = self._together if disturbance.jitter else functools.cache(self._together)
+        self.together = (
+            self._micro_batch_seconds
+            if disturbance.jitter
+            else functools.cache(self._micro_batch_seconds)
+        )
         self.led: list[Led] = []
         """Moves of the first unit in the present update, for the other units in lock-step to
         repeat."""
         self._ready_ones: set[tuple[int, ...]] = set()
         """Fragments of the step in progress that are known to be ready."""
         self.cells = self.scheduler.cells
-        self.pending = functools.cache(self._pending)
+        self.pending = functools.cache(self._pending_fragments)
         self.later = functools.cache(functools.partial(later_fragments, spec))
         for rank in self.unit_of:
             self.scheduler.expected("switch", rank, cluster.switch_seconds)
@@ -203,33 +207,33 @@ class _VirtualRun:
 
     # ---- plumbing
 
-    def _post(self, time: float, kind: str, payload: Any) -> None:
+    def _post_event(self, time: float, kind: str, payload: Any) -> None:
         self._sequence += 1
         # A bubble comes after all other events of the same moment: a delivery or an update may
         # still bring work.
         late = 1 if kind == "bubble" else 0
         heapq.heappush(self._events, (time, late, self._sequence, kind, payload))
 
-    def _span(
+    def _add_span(
         self, rank: int, stage: str, start: float, end: float, step: int, args: Mapping[str, Any]
     ) -> None:
         if end > start:
             self.spans.append((rank, stage, start, end, step, args))
 
-    def until(self, window: Callable[[list[float]], int | None]) -> Simulated:
+    def run_until(self, window: Callable[[list[float]], int | None]) -> Simulated:
         """Run until `window` returns the first step of the window to measure; it is called with the
         ends of all steps."""
-        self._open()
+        self._reserve_queue_head()
         self._begin_update()
         for time, rank in self.disturbance.failures:
-            self._post(time, "fail", rank)
+            self._post_event(time, "fail", rank)
         for worker in self.gen.generators:
             if worker.rank.role == "rollout":
                 self._next_task(worker)
         first = None
         while first is None:
             if not self._events:
-                raise DeadlockError(self._situation())
+                raise DeadlockError(self._describe_situation())
             done = len(self.step_ends)
             self.now, _, _, kind, payload = heapq.heappop(self._events)
             self._handlers[kind](payload)
@@ -239,7 +243,7 @@ class _VirtualRun:
                     self._begin_update()
         for worker in self.gen.workers:  # unfinished tasks and waits count up to now
             if worker.claim is not None and not worker.dead:
-                self.gen.record(worker, self.now)
+                self.gen.record_spans(worker, self.now)
             self.gen.end_idle(worker, self.now)
         self.ledger.check_balance()
         spans = [
@@ -247,12 +251,12 @@ class _VirtualRun:
             for rank, stage, start, end, step, args in (self.spans if self.trace else ())
         ]
         return Simulated(
-            tuple(self.step_ends), tuple(spans), first, True, self._seconds(first),
+            tuple(self.step_ends), tuple(spans), first, True, self._summed_seconds(first),
             tuple(self.gen.made), tuple(self.trained), self.staleness, self.ledger,
             tuple(self.messages),
         )  # fmt: skip
 
-    def _seconds(self, first: int) -> dict[tuple[str, str, str], float]:
+    def _summed_seconds(self, first: int) -> dict[tuple[str, str, str], float]:
         """Return (pool, stage, cause) -> seconds summed over ranks, between the end of step `first`
         and now."""
         begin = self.step_ends[first] if first >= 0 else 0.0
@@ -264,7 +268,7 @@ class _VirtualRun:
                 table[key] = table.get(key, 0.0) + (min(end, self.now) - max(start, begin))
         return table
 
-    def _situation(self) -> str:
+    def _describe_situation(self) -> str:
         units = sorted({unit.state for unit in self.units})
         groups = len(self.completed[self.version])
         where = f"virtual run stopped at {self.now:.3f} s in step {self.version}: trainers {units}"
@@ -272,7 +276,7 @@ class _VirtualRun:
 
     # ---- generation
 
-    def _versions(self, worker: Worker) -> Sequence[int]:
+    def _usable_versions(self, worker: Worker) -> Sequence[int]:
         """Return the versions that a rank may generate with, the oldest first.
 
         With asynchrony, a task that was lost with its rank may still need the version before the
@@ -287,11 +291,11 @@ class _VirtualRun:
         """Give a free rollout rank its next task, or record why it waits."""
         if worker.dead or worker.busy:
             return
-        cause = self.gen.offer(worker, self._versions(worker), self.now)
+        cause = self.gen.offer_task(worker, self._usable_versions(worker), self.now)
         if cause is not None:
-            self.gen.idle(worker, self.now, cause)
+            self.gen.mark_idle(worker, self.now, cause)
 
-    def _wake(self, cause: str | None = None) -> None:
+    def _wake_idle_ranks(self, cause: str | None = None) -> None:
         """Let every rank that is idle (for `cause`, if given) look for work again, the fastest
         first.
 
@@ -312,7 +316,7 @@ class _VirtualRun:
         if self.gen.colocated:
             units = [unit for unit in self.units if unit.state == "idle"]
             for unit in sorted(units, key=lambda u: self.gen.workers[u.ranks[0]].rank.step_seconds):
-                self._advance(unit)
+                self._advance_unit(unit)
                 if cause is not None and unit.state == "idle":
                     break
 
@@ -320,7 +324,7 @@ class _VirtualRun:
         worker = self.gen.workers[payload[0]]
         if worker.token != payload[1]:
             return
-        task = self.gen.finish(worker, self.now)
+        task = self.gen.finish_task(worker, self.now)
         part = task.first_sample // self.spec.task_size
         self.ledger.count_issued(task.step, task.group, task.samples, part)
         # A line sends one task after the other, so a task queues behind those of all ranks of its
@@ -333,23 +337,23 @@ class _VirtualRun:
         if made + 1 < self.spec.tasks_per_group:
             self._arriving[group] = made + 1, max(last, sent)
         else:
-            self._post(max(last, sent) + self.cluster.deliver_seconds, "complete", group)
-        self._free(worker)
+            self._post_event(max(last, sent) + self.cluster.deliver_seconds, "complete", group)
+        self._free_worker(worker)
         if self.gen.idle_workers or self.gen.colocated:
-            self._wake("tail")
+            self._wake_idle_ranks("tail")
 
-    def _free(self, worker: Worker) -> None:
+    def _free_worker(self, worker: Worker) -> None:
         unit = self.unit_of.get(worker.rank.rank)
         if unit is None:
             self._next_task(worker)
             return
-        self.gen.announce(worker)
+        self.gen.announce_work(worker)
         self._done_at[worker.rank.rank] = self.now
         if not any(self.gen.workers[rank].busy for rank in unit.ranks):
             # Sharded trainers leave generation together, so all wait for the slowest.
             for rank in unit.ranks:
                 done = self._done_at.pop(rank, self.now)
-                self._span(rank, "wait", done, self.now, self.version, {"cause": "straggler"})
+                self._add_span(rank, "wait", done, self.now, self.version, {"cause": "straggler"})
             self._on_trained(unit)
 
     def _on_complete(self, payload: tuple[int, int]) -> None:
@@ -365,12 +369,12 @@ class _VirtualRun:
                 f"failure of rank {rank}: only rollout ranks die alone; a trainer's death ends the "
                 "run."
             )
-        self.gen.die(worker, self.now)
-        self._post(self.now + self.disturbance.detect_seconds, "notice", rank)
+        self.gen.stop_worker(worker, self.now)
+        self._post_event(self.now + self.disturbance.detect_seconds, "notice", rank)
 
     def _on_notice(self, rank: int) -> None:
-        self.gen.notice(self.gen.workers[rank])
-        self._wake()
+        self.gen.notice_death(self.gen.workers[rank])
+        self._wake_idle_ranks()
 
     def _on_visible(self, payload: tuple[int, float]) -> None:
         version, seconds = payload
@@ -390,7 +394,7 @@ class _VirtualRun:
                 self.scheduler.step_begun(unit.ranks[0])
         self._advance_idle(self.units)
 
-    def _ready(self, unit: Unit) -> tuple[int, ...] | None:
+    def _ready_fragment(self, unit: Unit) -> tuple[int, ...] | None:
         fragment = unit.pending[0] if unit.pending else None
         if fragment is not None and fragment not in self._ready_ones:
             if next_fragment(self.spec, unit.pending, self.completed[self.version]) is None:
@@ -401,19 +405,21 @@ class _VirtualRun:
             )
         return fragment
 
-    def _left(self, unit: Unit, version: int) -> int:
+    def _unclaimed_tasks(self, unit: Unit, version: int) -> int:
         """Return how many unclaimed tasks of the version are left for `unit` and for the units that
         repeat its moves."""
         if not (self.cluster.static_claims and self.cluster.lockstep):
-            return self.gen.left(version, self.gen.workers[unit.ranks[0]])
+            return self.gen.unclaimed_tasks(version, self.gen.workers[unit.ranks[0]])
         ranks = [rank for each in self.units for rank in each.ranks]
-        return sum(self.gen.left(version, self.gen.workers[rank]) for rank in ranks)
+        return sum(self.gen.unclaimed_tasks(version, self.gen.workers[rank]) for rank in ranks)
 
-    def _move(self, unit: Unit, ready: tuple[int, ...] | None, granted: int | None = None) -> str:
+    def _choose_move(
+        self, unit: Unit, ready: tuple[int, ...] | None, granted: int | None = None
+    ) -> str:
         done = len(self.completed[self.version])
         # In all other cases the move does not depend on the number of tasks that are left.
         asks = self.gen.colocated or (self.spec.tag and ready is None)
-        left = self._left(unit, self.version) if asks else 0
+        left = self._unclaimed_tasks(unit, self.version) if asks else 0
         return self.scheduler.next_move(
             unit.ranks[0], self.updates_done, unit.pending, ready, done, left, granted
         )
@@ -422,9 +428,9 @@ class _VirtualRun:
         """Let every idle unit of `units` take its next move."""
         for unit in units:
             if unit.state == "idle":
-                self._advance(unit)
+                self._advance_unit(unit)
 
-    def _advance(self, unit: Unit) -> None:
+    def _advance_unit(self, unit: Unit) -> None:
         """Let a free unit train, lend, wait for a fragment, or wait for the other units at the end
         of the update."""
         if not unit.pending:
@@ -435,31 +441,31 @@ class _VirtualRun:
             return
         if self.cluster.lockstep and unit is not self.units[0]:
             if unit.followed < len(self.led):
-                self._follow(unit, self.led[unit.followed])
+                self._repeat_move(unit, self.led[unit.followed])
             return
-        ready = self._ready(unit)
-        move = self._move(unit, ready)
+        ready = self._ready_fragment(unit)
+        move = self._choose_move(unit, ready)
         if move == ASK and self.gen.colocated:
-            self._generate(unit)  # each rank of the unit asks when it is offered a task
+            self._generate_tasks(unit)  # each rank of the unit asks when it is offered a task
         elif move == ASK:
             if not self._bubbles:
-                self._post(self.now, "bubble", None)
+                self._post_event(self.now, "bubble", None)
             if unit not in self._bubbles:
                 self._bubbles.append(unit)
         else:
-            self._do(unit, move, ready)
+            self._start_move(unit, move, ready)
 
-    def _lefts(self, unit: Unit) -> tuple[int, int]:
+    def _unclaimed_by_version(self, unit: Unit) -> tuple[int, int]:
         """Return the unclaimed tasks of the version before, and of the present one."""
-        older = self._left(unit, self.version - 1) if self.version else 0
-        return older, self._left(unit, self.version)
+        older = self._unclaimed_tasks(unit, self.version - 1) if self.version else 0
+        return older, self._unclaimed_tasks(unit, self.version)
 
-    def _open(self) -> None:
+    def _reserve_queue_head(self) -> None:
         """Decide how many tasks of the present version's queue trainers claim before anybody."""
         if self.spec.tag:
             first = self.units[0]
-            seen = self.version, self.later(-1), self._lefts(first), self.now
-            self.gen.open(self.version, self.scheduler.opens(first.ranks[0], *seen))
+            seen = self.version, self.later(-1), self._unclaimed_by_version(first), self.now
+            self.gen.set_queue_head(self.version, self.scheduler.opens(first.ranks[0], *seen))
 
     def _on_bubble(self, _: None) -> None:
         """Ask the scheduler whether the units that became idle at this moment lend (TAG)."""
@@ -467,36 +473,42 @@ class _VirtualRun:
         for unit in units:
             if unit.state != "idle":
                 continue
-            ready = self._ready(unit)
-            move = self._move(unit, ready)
+            ready = self._ready_fragment(unit)
+            move = self._choose_move(unit, ready)
             if move == ASK:
                 pending = (*unit.pending, *self.later(self.updates_done))
                 head = self.gen.workers[unit.ranks[0]].claims.head_left(self.version)
-                seen = unit.ranks[0], self.version, pending, self._lefts(unit), self.now
-                move = self._move(unit, ready, self.scheduler.lend(*seen, head))
-            self._do(unit, move, ready)
+                seen = (
+                    unit.ranks[0],
+                    self.version,
+                    pending,
+                    self._unclaimed_by_version(unit),
+                    self.now,
+                )
+                move = self._choose_move(unit, ready, self.scheduler.lend(*seen, head))
+            self._start_move(unit, move, ready)
 
-    def _do(self, unit: Unit, move: str, ready: tuple[int, ...] | None) -> None:
+    def _start_move(self, unit: Unit, move: str, ready: tuple[int, ...] | None) -> None:
         if move == TRAIN:
-            self._train(unit, ready)
+            self._train_fragments(unit, ready)
         elif move == LEND:
-            self._generate(unit)
+            self._generate_tasks(unit)
 
-    def _follow(self, unit: Unit, led: Led) -> None:
+    def _repeat_move(self, unit: Unit, led: Led) -> None:
         """Repeat a move of the first unit on `unit`."""
         unit.followed += 1
         if led.fragment is None:
-            self._generate(unit)
+            self._generate_tasks(unit)
         else:
-            self._train(unit, led.fragment, led)
+            self._train_fragments(unit, led.fragment, led)
 
-    def _leads(self, unit: Unit, led: Led) -> None:
+    def _share_move(self, unit: Unit, led: Led) -> None:
         """Remember a move of the first unit, and let the idle units in lock-step repeat it."""
         if self.cluster.lockstep and unit is self.units[0]:
             self.led.append(led)
             self._advance_idle(self.units[1:])
 
-    def _generate(self, unit: Unit) -> None:
+    def _generate_tasks(self, unit: Unit) -> None:
         """Let every rank of the unit take a task, if one is left for it.
 
         A unit in lock-step without a task generates samples that are thrown away, which keeps the
@@ -505,7 +517,7 @@ class _VirtualRun:
         started, since = False, unit.since
         for rank in unit.ranks:
             worker = self.gen.workers[rank]
-            if self.gen.offer(worker, self._versions(worker), self.now) is None:
+            if self.gen.offer_task(worker, self._usable_versions(worker), self.now) is None:
                 started = True
             else:
                 self._done_at[rank] = self.now
@@ -515,23 +527,23 @@ class _VirtualRun:
             )
             for rank in unit.ranks:
                 self._done_at.pop(rank)
-                self._span(
+                self._add_span(
                     rank, "lend", self.now, self.now + seconds, self.version, {"discarded": True}
                 )
-            self._post(self.now + seconds, "trained", unit)
+            self._post_event(self.now + seconds, "trained", unit)
         if started or self.cluster.lockstep:
-            self._waited(unit, since)
+            self._record_wait(unit, since)
             unit.state, unit.lent = "lend", True
-            self._leads(unit, Led(None, self.now, ()))
+            self._share_move(unit, Led(None, self.now, ()))
 
-    def _waited(self, unit: Unit, since: float, cause: str | None = None) -> None:
+    def _record_wait(self, unit: Unit, since: float, cause: str | None = None) -> None:
         if cause is None:
             first = not self.trained or self.trained[-1][0] != self.version
             cause = "first_fragment" if first else "tail"
         for rank in unit.ranks:
-            self._span(rank, "wait", since, self.now, self.version, {"cause": cause})
+            self._add_span(rank, "wait", since, self.now, self.version, {"cause": cause})
 
-    def _together(self, unit: Unit, fragment: tuple[int, ...]) -> tuple[float, ...]:
+    def _micro_batch_seconds(self, unit: Unit, fragment: tuple[int, ...]) -> tuple[float, ...]:
         """Return the seconds of each micro-batch of `fragment` on `unit`: those of its slowest
         rank."""
         table, factor = self.micro_batches(fragment), self._factor
@@ -539,8 +551,10 @@ class _VirtualRun:
         rows = [[own * factor(rank) for own in table[member]] for rank, member in pairs]
         return tuple([max(column) for column in zip(*rows, strict=True)])
 
-    def _train(self, unit: Unit, fragment: tuple[int, ...] | None, led: Led | None = None) -> None:
-        self._waited(unit, unit.since)
+    def _train_fragments(
+        self, unit: Unit, fragment: tuple[int, ...] | None, led: Led | None = None
+    ) -> None:
+        self._record_wait(unit, unit.since)
         unit.state = "train"
         begin, first = self.now, unit.ranks[0]
         if unit.lent and not self.gen.colocated:
@@ -562,17 +576,17 @@ class _VirtualRun:
             if end > start:
                 args = {"groups": self.spec.groups_of(fragment)} if self.trace else {}
                 for rank in unit.ranks:
-                    self._span(rank, "train", start, end, self.version, args)
+                    self._add_span(rank, "train", start, end, self.version, args)
             if cells := self.cells(fragment)[first]:
                 self.scheduler.measured("train", first, (end - start) / cells)
             trained, begin = fragment, end
             # A unit on its own goes on with what is complete already, without an event for each.
             goes_on = alone and len(unit.pending) > self.gen.colocated
-            fragment = self._ready(unit) if goes_on else None
-        self._post(end, "trained", unit)
-        self._leads(unit, Led(trained, start, own))
+            fragment = self._ready_fragment(unit) if goes_on else None
+        self._post_event(end, "trained", unit)
+        self._share_move(unit, Led(trained, start, own))
 
-    def _pending(self, rank: int, update: int) -> list[tuple[int, ...]]:
+    def _pending_fragments(self, rank: int, update: int) -> list[tuple[int, ...]]:
         """Return the fragments of an update. As in the runtime, a trainer begins with those that
         have cells for it."""
         return sorted(
@@ -581,11 +595,11 @@ class _VirtualRun:
 
     def _on_trained(self, unit: Unit) -> None:
         unit.state, unit.since = "idle", self.now
-        self._advance(unit)
+        self._advance_unit(unit)
 
     def _end_update(self) -> None:
         for unit in self.units:
-            self._waited(unit, unit.since, "straggler")
+            self._record_wait(unit, unit.since, "straggler")
         for fragment in update_fragments(self.spec, self.updates_done):
             for portion, group in zip(fragment, self.spec.groups_of(fragment), strict=True):
                 self.ledger.count_trained(self.version, group, self.spec.parts_of(portion))
@@ -593,9 +607,9 @@ class _VirtualRun:
         last = self.updates_done + 1 == self.spec.updates_per_batch
         done = end + (self.cluster.snapshot_seconds if last else 0.0)
         for trainer in self.cluster.trainers:
-            self._span(trainer.rank, "optimizer", self.now, end, self.version, {})
-            self._span(trainer.rank, "publish", end, done, self.version, {})
-        self._post(done, "update", last)
+            self._add_span(trainer.rank, "optimizer", self.now, end, self.version, {})
+            self._add_span(trainer.rank, "publish", end, done, self.version, {})
+        self._post_event(done, "update", last)
 
     def _on_update(self, last: bool) -> None:
         self.updates_done += 1
@@ -610,11 +624,11 @@ class _VirtualRun:
             self.version += 1
             self.updates_done = 0
             self.gen.store.version = self.version
-            self._open()
+            self._reserve_queue_head()
             for rank in self.cluster.trainers:
                 self.gen.workers[rank.rank].held = self.version
             for seconds in self.visible:
-                self._post(
+                self._post_event(
                     self.now + self.cluster.publish_seconds + seconds,
                     "visible",
                     (self.version, seconds),

@@ -174,7 +174,7 @@ class Workload:
     @cached_property
     def facts(self) -> Facts:
         """Facts of the model's family."""
-        return counted()[self.model]
+        return counted_models()[self.model]
 
     @property
     def heads(self) -> int:
@@ -268,9 +268,9 @@ class Workload:
     def attention_flops(self) -> float:
         """Return the FLOPs of the attention products in one forward: 4 x hidden x blocks x
         tokens^2."""
-        return self._attention(self.tokens, self.text_tokens)
+        return self._attention_flops_of(self.tokens, self.text_tokens)
 
-    def _attention(self, tokens: int, text: int) -> float:
+    def _attention_flops_of(self, tokens: int, text: int) -> float:
         length = tokens + text * self.sizes["joint_attention"]
         return float(4 * self.sizes["hidden"] * self.sizes["attention_blocks"] * length**2)
 
@@ -279,7 +279,9 @@ class Workload:
         latent and text tokens, through four counted points."""
         points = self.sizes["flops"]
         (few, text), *_, (many, less) = ((at["tokens"], at["text"]) for at in points)
-        a, b, c, d = (at["flops"] - self._attention(at["tokens"], at["text"]) for at in points)
+        a, b, c, d = (
+            at["flops"] - self._attention_flops_of(at["tokens"], at["text"]) for at in points
+        )
         x, y = (self.tokens - few) / (many - few), (self.text_tokens - text) / (less - text)
         return self.attention_flops() + a + x * (b - a) + y * (c - a) + x * y * (d - c - b + a)
 
@@ -316,22 +318,24 @@ class Workload:
 
         `context` ranks share the tokens of the picture, and each of them holds all text tokens.
         """
-        return self._fitted(self.sizes["kept_bytes"][self._trained][mode], rows, context)
+        return self._fitted_bytes(self.sizes["kept_bytes"][self._trained][mode], rows, context)
 
     def beside_bytes(self, mode: str, rows: int, context: int = 1) -> float:
         """Return the bytes beside those that blocks keep at the peak of a forward and backward
         pass, if they keep all or their inputs."""
-        return self._fitted(self.sizes["beside_bytes"][self._counted()][mode], rows, context)
+        return self._fitted_bytes(
+            self.sizes["beside_bytes"][self._counted_variant()][mode], rows, context
+        )
 
     def forward_bytes(self, rows: int) -> float:
         """Return the peak bytes of a denoising step of `rows` samples, with weights in 16 bit."""
-        return self._fitted(self.sizes["forward_bytes"][self._counted()], rows)
+        return self._fitted_bytes(self.sizes["forward_bytes"][self._counted_variant()], rows)
 
-    def _counted(self) -> str:
+    def _counted_variant(self) -> str:
         # Adapters on attention alone need less than those on both.
         return "full" if self.lora_rank is None else "attn_ff"
 
-    def _fitted(self, entry: Mapping[str, float], rows: int, context: int = 1) -> float:
+    def _fitted_bytes(self, entry: Mapping[str, float], rows: int, context: int = 1) -> float:
         row = entry["row"] + entry["text"] * self.text_tokens
         return entry["forward"] + rows * (row + entry["token"] * self.tokens / context)
 
@@ -361,7 +365,7 @@ class Workload:
 
 
 @cache
-def counted() -> Mapping[str, Facts]:
+def counted_models() -> Mapping[str, Facts]:
     """Return model -> facts of its family, for every option of configs/model whose sizes have been
     counted."""
     return {

@@ -140,12 +140,12 @@ class EmbeddedCodec(Codec):
 
     @staticmethod
     @abstractmethod
-    def features(texts: Sequence[str]) -> dict[str, Tensor]:
+    def frozen_features(texts: Sequence[str]) -> dict[str, Tensor]:
         """Return frozen features of B texts: `text` [B, words, d] and `pooled` [B, d], fp32."""
 
     def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
-        """Return `features` on the network's device."""
-        features = self.features([wording.text for wording in wordings])
+        """Return `frozen_features` on the network's device."""
+        features = self.frozen_features([wording.text for wording in wordings])
         return {key: value.to(self.device) for key, value in features.items()}
 
 
@@ -210,7 +210,7 @@ class EmbeddedPolicy(Policy):
                 f"{self.family} has no unconditional branch: guidance_scale={guidance_scale}; set "
                 "sampling.guidance_scale=1"
             )
-        network = base_network(self.build, path, self.base_file, self.command, dtype, seed)
+        network = base_network(self.build_network, path, self.base_file, self.command, dtype, seed)
         super().__init__(
             network,
             self.codec_class(self.family, network, self.tokens, Guidance()),
@@ -230,11 +230,11 @@ class EmbeddedPolicy(Policy):
     def outline(cls, settings: Mapping[str, object]) -> nn.Module:
         """Return the network without weights."""
         with torch.device("meta"):
-            return cls.build()
+            return cls.build_network()
 
     @classmethod
     @abstractmethod
-    def build(cls) -> FluxTransformer2DModel:
+    def build_network(cls) -> FluxTransformer2DModel:
         """Return the untrained network."""
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
@@ -257,7 +257,7 @@ class EmbeddedPolicy(Policy):
 class DigitsCodec(EmbeddedCodec):
     """Hashes of words, grey pictures."""
 
-    features = staticmethod(text_features)
+    frozen_features = staticmethod(text_features)
 
     def decode(self, latents: Tensor) -> Tensor:
         """Decode latents [B, 16, 4] to images [B, 1, 8, 8], fp32 in [0, 1]."""
@@ -265,7 +265,7 @@ class DigitsCodec(EmbeddedCodec):
 
     def encode_media(self, images: Sequence[PromptImage]) -> Tensor:
         """Return the latents [B, 16, 4] of pictures, whose grey is the mean of their colours."""
-        fitted = np.stack([np.asarray(image.fitted(SIDE, SIDE)) for image in images])
+        fitted = np.stack([np.asarray(image.fit_to_size(SIDE, SIDE)) for image in images])
         return pack_latents(torch.from_numpy(fitted).float().mean(3)[:, None] / 127.5 - 1.0)
 
 
@@ -276,4 +276,4 @@ class DigitsPolicy(EmbeddedPolicy):
     codec_class = DigitsCodec
     side, base_file, command = SIDE, BASE_FILE, "make pretrain"
     tokens, text_length = (TOKENS, CHANNELS), TEXT_LENGTH
-    build = staticmethod(build_transformer)
+    build_network = staticmethod(build_transformer)

@@ -78,9 +78,9 @@ class MixtureFlow(nn.Module):
         hidden = self.enter(torch.cat([x, direction.to(x.dtype), s], dim=1))
         for block in self.blocks:
             hidden = hidden + block(hidden)
-        return self.base(x, s) + s / (1 - 0.7 * s) * self.leave(hidden)
+        return self.mixture_velocity(x, s) + s / (1 - 0.7 * s) * self.leave(hidden)
 
-    def base(self, x: Tensor, s: Tensor) -> Tensor:
+    def mixture_velocity(self, x: Tensor, s: Tensor) -> Tensor:
         """Return the mixture's own velocity [B, D] at s [B, 1]."""
         c = (1 - s) ** 2 * self.variance + s**2
         offset = x[:, None] - (1 - s)[..., None] * self.means

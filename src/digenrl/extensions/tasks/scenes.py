@@ -93,7 +93,7 @@ def text_features(texts: Sequence[str]) -> dict[str, Tensor]:
     return {"text": text, "pooled": pooled}
 
 
-def pack(pictures: Tensor) -> Tensor:
+def pack_pictures(pictures: Tensor) -> Tensor:
     """Pack pictures [B, 3, 24, 24] in [0, 1] into latents [B, 36, 48]."""
     centred = (pictures - PAPER[:, None, None]) * SCALE
     patches = centred.view(-1, 3, ROWS, PATCH, ROWS, PATCH).permute(0, 2, 4, 1, 3, 5)
@@ -103,7 +103,7 @@ def pack(pictures: Tensor) -> Tensor:
 class ScenesCodec(EmbeddedCodec):
     """Hashes of words at their places, pictures in colour."""
 
-    features = staticmethod(text_features)
+    frozen_features = staticmethod(text_features)
 
     def decode(self, latents: Tensor) -> Tensor:
         """Decode latents [B, 36, 48] to pictures [B, 3, 24, 24], fp32 in [0, 1]."""
@@ -120,10 +120,13 @@ class ScenesEditCodec(ScenesCodec):
     def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
         """Return the features, and the packed pictures `image` [B, 36, 48]."""
         fitted = np.stack(
-            [np.asarray(wording.images[0].fitted(SIDE, SIDE)) for wording in wordings]
+            [np.asarray(wording.images[0].fit_to_size(SIDE, SIDE)) for wording in wordings]
         )
         pictures = torch.from_numpy(fitted).movedim(-1, 1) / 255.0
-        return {**super().encode_prompts(wordings), "image": pack(pictures).to(self.device)}
+        return {
+            **super().encode_prompts(wordings),
+            "image": pack_pictures(pictures).to(self.device),
+        }
 
 
 class ScenesPolicy(EmbeddedPolicy):
@@ -141,7 +144,7 @@ class ScenesPolicy(EmbeddedPolicy):
         self.register_buffer("where", where, persistent=False)
 
     @classmethod
-    def build(cls) -> FluxTransformer2DModel:
+    def build_network(cls) -> FluxTransformer2DModel:
         return build_transformer(len(cls.codec_class.reads))
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:

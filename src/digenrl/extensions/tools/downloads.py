@@ -57,10 +57,10 @@ class Download:
         return f"hf download {self.repository} --include {kept} --exclude {left}"
 
 
-def downloads(settings: Settings) -> tuple[list[Download], list[str]]:
+def find_downloads(settings: Settings) -> tuple[list[Download], list[str]]:
     """Return what a checked configuration needs from the hub, and a line for each thing that lies
     elsewhere. What is on this machine as a file or directory is left out."""
-    found, elsewhere = list(_model(settings.node_at("model"))), list[str]()
+    found, elsewhere = list(_model_download(settings.node_at("model"))), list[str]()
     served = {key for key, _, _ in placed_scorers(settings.node_at("reward"), "managed")}
     for key, what, node in scorers_and_statistics(
         settings.node_at("reward"), settings.callbacks or {}
@@ -88,16 +88,18 @@ def downloads(settings: Settings) -> tuple[list[Download], list[str]]:
     return [*reversed(unique.values())], elsewhere
 
 
-def _model(node: Mapping[str, Any]) -> Iterator[Download]:
+def _model_download(node: Mapping[str, Any]) -> Iterator[Download]:
     path = node.get("path")
     if path is None or node.get("build", "real") != "real" or Path(path).exists():
         return
     from hydra.utils import get_class
 
-    yield Download("model.path", str(path), tuple(_checkpoint(get_class(node["_target_"]))))
+    yield Download(
+        "model.path", str(path), tuple(_checkpoint_patterns(get_class(node["_target_"])))
+    )
 
 
-def _checkpoint(policy: Any) -> Iterator[str]:
+def _checkpoint_patterns(policy: Any) -> Iterator[str]:
     """Yield patterns of the files that a policy of the class opens in its checkpoint."""
     yield from ("model_index.json", "*scheduler/scheduler_config.json")
     # text_encoder* is text_encoder and text_encoder_2: some repositories also have text_encoders/.

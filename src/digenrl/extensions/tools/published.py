@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from digenrl.config.words import shell_word
-from digenrl.prompts import PromptFileError, read
+from digenrl.prompts import PromptFileError, read_prompt_file
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def blob_id(path: Path) -> str:
     return digest.hexdigest()
 
 
-def check(chosen: PublishedSet, folder: Path) -> Iterator[str]:
+def check_files(chosen: PublishedSet, folder: Path) -> Iterator[str]:
     """Yield a line about each file of the set in `folder`, then the settings that use the set.
 
     If training prompts are also among the held-out prompts, a copy without them is written and
@@ -119,7 +119,7 @@ def check(chosen: PublishedSet, folder: Path) -> Iterator[str]:
                 f"{source.blob[:12]} in "
                 f"{source.repository} at {source.commit[:7]}); fetch it again from {source.address}"
             )
-        files[source] = read(path)
+        files[source] = read_prompt_file(path)
         yield (
             f"{path}: as published, {len(files[source].prompts)} prompts and "
             f"{len(files[source].duplicates)} repeated"

@@ -65,36 +65,36 @@ class Ballots:
         self._file, self._tail = LineFile(folder / "votes.jsonl"), JsonlTail(folder / "votes.jsonl")
         self._votes: dict[str, dict[str, Vote]] = {}
 
-    def of(self, group: str) -> list[Vote]:
+    def votes_of(self, group: str) -> list[Vote]:
         """Return the votes on a group, skips included, after a look at the file."""
-        self.look()
+        self.read_new_votes()
         return [*self._votes.get(group, {}).values()]
 
-    def look(self) -> None:
+    def read_new_votes(self) -> None:
         """Read what the file has got since the last look."""
         with suppress(FileNotFoundError):
             if os.lstat(self._tail.path).st_size > 2 * MAX_BYTES:
                 raise OSError(f"{self._tail.path}: has more than {2 * MAX_BYTES} bytes; remove it.")
-        for row in self._tail.read():
+        for row in self._tail.read_new_rows():
             with suppress(ValidationError):  # a crash tore it, or somebody wrote into the file
-                self._count(Vote.model_validate(row))
+                self._count_vote(Vote.model_validate(row))
 
-    def total(self) -> int:
+    def count_votes(self) -> int:
         """Return how many votes there are in all, without skips, as of the last look."""
         every = (vote for votes in self._votes.values() for vote in votes.values())
         return sum(vote.choice != "skip" for vote in every)
 
-    def add(self, vote: Vote) -> bool:
+    def append_vote(self, vote: Vote) -> bool:
         """Append a vote, and return whether the file took it."""
         line = vote.model_copy(update={"time": time.time()}).model_dump_json().encode() + b"\n"
         return self._file.size < MAX_BYTES and self._file.write(line)
 
     def last_of(self, voter: str, groups: Sequence[str]) -> Vote | None:
         """Return the voter's newest vote on one of `groups`."""
-        own = [vote for name in groups for vote in self.of(name) if vote.voter == voter]
+        own = [vote for name in groups for vote in self.votes_of(name) if vote.voter == voter]
         return max(own, key=lambda vote: vote.time, default=None)
 
-    def _count(self, vote: Vote) -> None:
+    def _count_vote(self, vote: Vote) -> None:
         votes = self._votes.setdefault(vote.group, {})
         if vote.choice != "undo":
             votes.setdefault(vote.id, vote)
@@ -122,12 +122,12 @@ class Group(BaseModel):
         """Votes that the group needs."""
         return -(-self.samples * self.per_sample // 2)
 
-    def judged(self, votes: Sequence[Vote]) -> Counter[int]:
+    def votes_per_sample(self, votes: Sequence[Vote]) -> Counter[int]:
         """Return how many votes each sample has; a skip is none."""
         given = self._without_skips(votes)
         return Counter(sample for vote in given for sample in (vote.left, vote.right))
 
-    def verdicts(self, votes: Sequence[Vote]) -> list[tuple[int, int, str]]:
+    def pair_outcomes(self, votes: Sequence[Vote]) -> list[tuple[int, int, str]]:
         """Return the votes as `bradley_terry.fit_scores` takes them."""
         return [(vote.left, vote.right, vote.choice) for vote in self._without_skips(votes)]
 
@@ -138,10 +138,10 @@ class Group(BaseModel):
     def _without_skips(self, votes: Sequence[Vote]) -> list[Vote]:
         return [vote for vote in votes if vote.choice != "skip" and self.has_pair(vote)]
 
-    def complete(self, votes: Sequence[Vote]) -> bool:
+    def is_complete(self, votes: Sequence[Vote]) -> bool:
         """Return whether no further vote is asked for: every sample has enough, or the group was
         skipped as often as it needs votes."""
-        judged = self.judged(votes)
+        judged = self.votes_per_sample(votes)
         skipped = sum(vote.choice == "skip" for vote in votes)
         enough = all(judged[sample] >= self.per_sample for sample in range(self.samples))
         return enough or skipped >= self.wanted
@@ -154,7 +154,7 @@ class Waiting:
     path: Path
     group: Group
 
-    def media(self, sample: int) -> bytes:
+    def read_media(self, sample: int) -> bytes:
         """Return the file of a sample. Raise OSError if there is none."""
         with open_own(self.path / f"{sample}.media") as file:
             return file.read(MAX_BYTES)
@@ -168,7 +168,7 @@ def name_of(prompt: str, media: Sequence[bytes]) -> str:
     return digest.hexdigest()
 
 
-def post(folder: Path, group: Group, media: Sequence[bytes]) -> Path:
+def post_group(folder: Path, group: Group, media: Sequence[bytes]) -> Path:
     """Write a group for the page, whole or not at all, and return its folder."""
     target = folder / name_of(group.prompt, media)
     unfinished = own_folder(folder) / f".{secrets.token_hex(8)}.tmp"
@@ -181,7 +181,7 @@ def post(folder: Path, group: Group, media: Sequence[bytes]) -> Path:
     return target
 
 
-def keep(path: Path) -> bool:
+def keep_waiting(path: Path) -> bool:
     """Say that a rank still waits for the votes of a group; return False if its folder is gone."""
     try:
         os.utime(path, follow_symlinks=False)
@@ -190,7 +190,7 @@ def keep(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def waiting(folder: Path) -> list[Waiting]:
+def waiting_groups(folder: Path) -> list[Waiting]:
     """Return the groups that a rank waits for, the oldest first. What a dead rank has left is
     removed."""
     found: list[tuple[float, Waiting]] = []

@@ -53,18 +53,18 @@ def fit_scores(samples: int, verdicts: Iterable[Verdict]) -> NDArray[np.float64]
     won = count_victories(samples, verdicts)
     met = won + won.T
 
-    def gaps(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    def score_gaps(scores: NDArray[np.float64]) -> NDArray[np.float64]:
         every = np.append(scores, 0.0)
         return every[:, None] - every[None, :]
 
     def loss(scores: NDArray[np.float64]) -> float:
-        return -float((won * log_expit(gaps(scores))).sum())
+        return -float((won * log_expit(score_gaps(scores))).sum())
 
     def gradient(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-        return (met * expit(gaps(scores)) - won).sum(1)[:samples]
+        return (met * expit(score_gaps(scores)) - won).sum(1)[:samples]
 
     def curvature(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-        gap = gaps(scores)
+        gap = score_gaps(scores)
         weight = met * expit(gap) * expit(-gap)
         return (np.diag(weight.sum(1)) - weight)[:samples, :samples]
 

@@ -29,7 +29,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from digenrl.extensions.votes.ballots import Ballots, Vote, Waiting, waiting
+from digenrl.extensions.votes.ballots import Ballots, Vote, Waiting, waiting_groups
 from digenrl.rewards.service import Gate, Guard, Refused, Server, ServiceLimits, server_of
 
 _LIMITS = ServiceLimits(max_body_bytes=4096, body_s=10.0)
@@ -56,18 +56,18 @@ class VotePage(Guard):
         self._shown: dict[tuple[str, str], tuple[Pair, float]] = {}
         """(group, voter) -> pair that the voter looks at, and the time from which others get it."""
 
-    def server(self) -> Server:
+    def make_server(self) -> Server:
         """Return a server for addresses of loopback alone."""
         routes = [
-            Route("/", self._page),
-            Route("/state", self._guard_handler(self._state)),
-            Route("/next", self._guard_handler(self._next)),
-            Route("/vote", self._guard_handler(self._vote), methods=["POST"]),
-            Route("/undo", self._guard_handler(self._undo), methods=["POST"]),
+            Route("/", self._serve_page),
+            Route("/state", self._guard_handler(self._serve_state)),
+            Route("/next", self._guard_handler(self._serve_next_pair)),
+            Route("/vote", self._guard_handler(self._take_vote), methods=["POST"]),
+            Route("/undo", self._guard_handler(self._undo_vote), methods=["POST"]),
         ]
         return server_of(Gate(Starlette(routes=routes), (), page="/"), _LIMITS)
 
-    async def _page(self, request: Request) -> Response:
+    async def _serve_page(self, request: Request) -> Response:
         pages = Environment(
             loader=PackageLoader("digenrl.extensions.votes", ""),
             autoescape=True,
@@ -88,45 +88,45 @@ class VotePage(Guard):
         page = pages.get_template("page.html.j2").render(nonce=nonce)
         return HTMLResponse(page, headers=headers)
 
-    async def _state(self, request: Request) -> Response:
-        self._ballots.look()
-        return JSONResponse(self._stand())
+    async def _serve_state(self, request: Request) -> Response:
+        self._ballots.read_new_votes()
+        return JSONResponse(self._vote_progress())
 
-    async def _next(self, request: Request) -> Response:
-        return self._answer(request.query_params.get("voter", ""))
+    async def _serve_next_pair(self, request: Request) -> Response:
+        return self._answer_next_pair(request.query_params.get("voter", ""))
 
-    async def _vote(self, request: Request) -> Response:
-        vote = await self._read(request)
+    async def _take_vote(self, request: Request) -> Response:
+        vote = await self._read_vote(request)
         if vote.choice == "undo":
             raise Refused(422, "send what is taken back to /undo")
         self._require_waiting(vote)
-        self._add(vote)
+        self._append_vote(vote)
         self._shown.pop((vote.group, vote.voter), None)
-        return self._answer(vote.voter)
+        return self._answer_next_pair(vote.voter)
 
-    async def _undo(self, request: Request) -> Response:
-        asked = await self._read(request)
-        groups = [each.path.name for each in waiting(self._folder)]
+    async def _undo_vote(self, request: Request) -> Response:
+        asked = await self._read_vote(request)
+        groups = [each.path.name for each in waiting_groups(self._folder)]
         last = self._ballots.last_of(asked.voter, groups)
         if last is None:
             raise Refused(409, "nothing to undo: groups that were judged are being trained")
-        self._add(last.model_copy(update={"choice": "undo"}))
+        self._append_vote(last.model_copy(update={"choice": "undo"}))
         pair = last.left, last.right
         self._shown[last.group, last.voter] = pair, time.monotonic() + _SHOWN_S
-        return self._answer(asked.voter)
+        return self._answer_next_pair(asked.voter)
 
-    def _add(self, vote: Vote) -> None:
-        if not self._ballots.add(vote):
+    def _append_vote(self, vote: Vote) -> None:
+        if not self._ballots.append_vote(vote):
             raise Refused(507, "votes.jsonl takes no more: the disk or the file is full")
 
     def _require_waiting(self, vote: Vote) -> None:
-        groups = {each.path.name: each.group for each in waiting(self._folder)}
+        groups = {each.path.name: each.group for each in waiting_groups(self._folder)}
         if vote.group not in groups:
             raise Refused(409, "this group has its scores already")
         if not groups[vote.group].has_pair(vote):
             raise Refused(422, "there is no such pair in this group")
 
-    async def _read(self, request: Request) -> Vote:
+    async def _read_vote(self, request: Request) -> Vote:
         """Return the vote of a request, whose body is bounded in bytes and time."""
         body = bytearray()
         try:
@@ -141,27 +141,29 @@ class VotePage(Guard):
         except ValidationError as error:
             raise Refused(422, "this is no vote") from error
 
-    def _answer(self, voter: str) -> Response:
+    def _answer_next_pair(self, voter: str) -> Response:
         """Return the next pair of a voter, or that none waits."""
         if not VOTER.fullmatch(voter):
             raise Refused(422, "say who votes: voter=8 to 32 digits of base 16")
         now = time.monotonic()
         self._shown = {key: kept for key, kept in self._shown.items() if now < kept[1]}
-        groups = waiting(self._folder)
+        groups = waiting_groups(self._folder)
         for each in groups:
-            votes = self._ballots.of(each.path.name)
-            pair = self._chosen(each, votes, voter)
+            votes = self._ballots.votes_of(each.path.name)
+            pair = self._choose_pair(each, votes, voter)
             if pair is not None:
-                given = len(each.group.verdicts(votes))
-                return JSONResponse(self._described(each, pair, given))
-        complete = sum(each.group.complete(self._ballots.of(each.path.name)) for each in groups)
-        return JSONResponse(self._stand() | {"waiting": len(groups), "judged": complete})
+                given = len(each.group.pair_outcomes(votes))
+                return JSONResponse(self._describe_pair(each, pair, given))
+        complete = sum(
+            each.group.is_complete(self._ballots.votes_of(each.path.name)) for each in groups
+        )
+        return JSONResponse(self._vote_progress() | {"waiting": len(groups), "judged": complete})
 
-    def _described(self, each: Waiting, pair: Pair, given: int) -> dict[str, Any]:
+    def _describe_pair(self, each: Waiting, pair: Pair, given: int) -> dict[str, Any]:
         group = each.group
-        media = [_address(group.mime, each.media(sample)) for sample in pair]
-        source = _address("image/png", each.media(group.samples)) if group.source else None
-        return self._stand() | {
+        media = [_data_url(group.mime, each.read_media(sample)) for sample in pair]
+        source = _data_url("image/png", each.read_media(group.samples)) if group.source else None
+        return self._vote_progress() | {
             "group": each.path.name,
             "prompt": group.prompt,
             "left": pair[0],
@@ -173,25 +175,25 @@ class VotePage(Guard):
             "wanted": max(group.wanted, given + 1),
         }
 
-    def _stand(self) -> dict[str, Any]:
-        return self._run | {"done": self._ballots.total()}
+    def _vote_progress(self) -> dict[str, Any]:
+        return self._run | {"done": self._ballots.count_votes()}
 
-    def _chosen(self, each: Waiting, votes: list[Vote], voter: str) -> Pair | None:
+    def _choose_pair(self, each: Waiting, votes: list[Vote], voter: str) -> Pair | None:
         """Return the pair of a group that helps most, and remember who looks at it; None if the
         group, or what others do not look at already, is complete."""
         name, group = each.path.name, each.group
-        if group.complete(votes):
+        if group.is_complete(votes):
             return None
         if (name, voter) in self._shown:
             return self._shown[name, voter][0]
         looked = [pair for (of, _), (pair, _) in self._shown.items() if of == name]
-        judged = group.judged(votes)
+        judged = group.votes_per_sample(votes)
         judged.update(sample for pair in looked for sample in pair)
         met, skipped = Counter(map(frozenset, looked)), Counter[frozenset[int]]()
         for vote in votes:
             (skipped if vote.choice == "skip" else met)[frozenset((vote.left, vote.right))] += 1
 
-        def rank(pair: Pair) -> tuple[int, int, int, int, bytes]:
+        def pair_rank(pair: Pair) -> tuple[int, int, int, int, bytes]:
             needy = sum(judged[sample] < group.per_sample for sample in pair)
             same, key = frozenset(pair), f"{name} {len(votes)} {pair}".encode()
             seen = sum(judged[sample] for sample in pair)
@@ -205,12 +207,12 @@ class VotePage(Guard):
         ]
         if not pairs:
             return None
-        best = min(pairs, key=rank)
+        best = min(pairs, key=pair_rank)
         # People prefer a side: each pair is as often shown one way as the other.
-        chosen = best if rank(best)[-1][0] % 2 else (best[1], best[0])
+        chosen = best if pair_rank(best)[-1][0] % 2 else (best[1], best[0])
         self._shown[name, voter] = chosen, time.monotonic() + _SHOWN_S
         return chosen
 
 
-def _address(mime: str, content: bytes) -> str:
+def _data_url(mime: str, content: bytes) -> str:
     return f"data:{mime};base64,{base64.b64encode(content).decode()}"

@@ -31,13 +31,13 @@ from digenrl.extensions.votes.ballots import (
     MAX_PROMPT,
     Ballots,
     Group,
-    keep,
-    post,
+    keep_waiting,
+    post_group,
     votes_wanted,
 )
 from digenrl.extensions.votes.bradley_terry import fit_scores
 from digenrl.record.run_dir import own_folder
-from digenrl.report.media import mp4, to_uint8
+from digenrl.report.media import encode_mp4, to_uint8
 from digenrl.rewards.protocol import RewardError, RewardUnavailable, source_images
 from digenrl.types import Prompt
 
@@ -85,7 +85,10 @@ class Votes:
         self._folder, self._tick = own_folder(run_dir / FOLDER), tick
         self._ballots = Ballots(self._folder)
         self._host = threading.Thread(
-            target=_host, args=(self._folder, self._port, self._closed), name="votes", daemon=True
+            target=_host_page,
+            args=(self._folder, self._port, self._closed),
+            name="votes",
+            daemon=True,
         )
         self._host.start()
 
@@ -109,8 +112,8 @@ class Votes:
                 "data.group_size."
             )
         source = any(image.role == "image" for image in prompts[0].images)
-        files = [_encoded(sample) for sample in media]
-        files += [_encoded(source_images(media, prompts[:1])[0])] if source else []
+        files = [_encode_sample(sample) for sample in media]
+        files += [_encode_sample(source_images(media, prompts[:1])[0])] if source else []
         group = Group(
             prompt=prompts[0].text[:MAX_PROMPT],
             mime="image/png" if media.dim() == 4 else "video/mp4",
@@ -118,32 +121,32 @@ class Votes:
             per_sample=self._per_sample,
             source=source,
         )
-        return self._judged(group, files)
+        return self._collect_scores(group, files)
 
-    def _judged(self, group: Group, files: Sequence[bytes]) -> Tensor:
+    def _collect_scores(self, group: Group, files: Sequence[bytes]) -> Tensor:
         """Show a group until it has its votes, and return its scores."""
         assert self._folder is not None
-        deadline, path = time.monotonic() + self._wait_s, post(self._folder, group, files)
-        votes, changed = self._ballots.of(path.name), -self._grace_s
+        deadline, path = time.monotonic() + self._wait_s, post_group(self._folder, group, files)
+        votes, changed = self._ballots.votes_of(path.name), -self._grace_s
         try:
             while not self._closed.wait(_POLL_S) and time.monotonic() < deadline:
                 self._tick()
-                if not keep(path):
-                    post(self._folder, group, files)
-                before, votes = votes, self._ballots.of(path.name)
+                if not keep_waiting(path):
+                    post_group(self._folder, group, files)
+                before, votes = votes, self._ballots.votes_of(path.name)
                 if votes != before:
                     changed = time.monotonic()
-                if group.complete(votes) and time.monotonic() >= changed + self._grace_s:
+                if group.is_complete(votes) and time.monotonic() >= changed + self._grace_s:
                     break
         finally:
             shutil.rmtree(path, ignore_errors=True)
-        judged = group.judged(votes)
-        scores = torch.from_numpy(fit_scores(group.samples, group.verdicts(votes))).float()
+        judged = group.votes_per_sample(votes)
+        scores = torch.from_numpy(fit_scores(group.samples, group.pair_outcomes(votes))).float()
         few = torch.tensor([judged[i] < group.per_sample for i in range(group.samples)])
         scores[few] = torch.nan
         if few.any():
             why = "the run ends" if self._closed.is_set() else "nobody voted in time (wait_s)"
-            why = "people skipped the group" if group.complete(votes) else why
+            why = "people skipped the group" if group.is_complete(votes) else why
             raise RewardUnavailable(f"too few votes: {why}", scores)
         return scores
 
@@ -155,16 +158,16 @@ class Votes:
             self._ballots.close()
 
 
-def _encoded(sample: Tensor) -> bytes:
+def _encode_sample(sample: Tensor) -> bytes:
     pixels = to_uint8(sample)
     if pixels.ndim == 4:
-        return mp4(pixels)
+        return encode_mp4(pixels)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
 
 
-def _listener(port: int) -> socket.socket:
+def _open_listener(port: int) -> socket.socket:
     try:
         return socket.create_server(("127.0.0.1", port))
     except OSError as error:
@@ -177,7 +180,7 @@ def _listener(port: int) -> socket.socket:
         return socket.create_server(("127.0.0.1", 0))
 
 
-def _host(folder: Path, port: int, closed: threading.Event) -> None:
+def _host_page(folder: Path, port: int, closed: threading.Event) -> None:
     """Serve the page as soon as no other rank does, until `closed`."""
     from digenrl.extensions.votes.page import VotePage
 
@@ -191,8 +194,8 @@ def _host(folder: Path, port: int, closed: threading.Event) -> None:
             if closed.wait(_POLL_S):
                 return
         token = token_urlsafe(32)
-        with _listener(port) as listener:
-            server = VotePage(folder, token, *votes_wanted(folder.parent)).server()
+        with _open_listener(port) as listener:
+            server = VotePage(folder, token, *votes_wanted(folder.parent)).make_server()
             serving = threading.Thread(
                 target=server.run, kwargs={"sockets": [listener]}, daemon=True, name="votes page"
             )

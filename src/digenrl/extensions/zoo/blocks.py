@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Output = TypeVar("Output")
 
 
-def through(network: ModelMixin, block: Callable[..., Output], *given: object) -> Output:
+def run_block(network: ModelMixin, block: Callable[..., Output], *given: object) -> Output:
     """Return `block(*given)`. The backward pass computes it again if the network checkpoints."""
     if torch.is_grad_enabled() and network.gradient_checkpointing:
         output: Output = network._gradient_checkpointing_func(block, *given)

@@ -65,8 +65,8 @@ class JointAttention(HunyuanVideoAttnProcessor2_0):
         )
         assert encoder_hidden_states is not None  # the text
         single = attn.add_q_proj is None  # single-stream blocks project both alike
-        video = _projected(hidden_states, attn.heads, *own)
-        text = _projected(encoder_hidden_states, attn.heads, *(own if single else added))
+        video = _project_attention(hidden_states, attn.heads, *own)
+        text = _project_attention(encoder_hidden_states, attn.heads, *(own if single else added))
         video[:2] = [apply_rotary_emb(part, image_rotary_emb, sequence_dim=1) for part in video[:2]]
         seen, read = attend_together(
             self._parallel_config, video, text, attention_mask, self._attention_backend
@@ -76,7 +76,7 @@ class JointAttention(HunyuanVideoAttnProcessor2_0):
         return seen, read
 
 
-def _projected(
+def _project_attention(
     states: Tensor, heads: int, layers: Sequence[nn.Module], norms: Sequence[nn.Module]
 ) -> list[Tensor]:
     """Return query, key and value, [B, tokens, heads, d] each."""

@@ -14,7 +14,7 @@ from diffusers import AutoencoderKLHunyuanVideo15
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
 from torch import Tensor
 
-from digenrl.extensions.zoo.blocks import through
+from digenrl.extensions.zoo.blocks import run_block
 from digenrl.extensions.zoo.hunyuan_video import CONTEXT_PLAN, JointAttention
 from digenrl.models import pretrained
 from digenrl.models.flux import ATTENTION, FEED_FORWARD
@@ -87,7 +87,7 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
             pixels = told.new_ones(len(told), states.shape[1])
             read = torch.cat([pixels, told], dim=1).unsqueeze(1).unsqueeze(1)  # of the keys
         for block in self.transformer_blocks:
-            states, both = through(self, block, states, both, clock, read, rotary)
+            states, both = run_block(self, block, states, both, clock, read, rotary)
         velocity = self.proj_out(self.norm_out(states, clock))
         return (velocity.transpose(1, 2).unflatten(2, hidden_states.shape[2:]),)
 

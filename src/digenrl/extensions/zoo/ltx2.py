@@ -43,7 +43,7 @@ class LTX2Codec(DiffusersCodec):
     @property
     def video_grid(self) -> tuple[int, int, int]:
         """Frames, rows and columns of the video's tokens."""
-        return self._grid(self.height, self.width, self.frames)
+        return self._grid_shape(self.height, self.width, self.frames)
 
     @property
     def video_tokens(self) -> int:
@@ -89,7 +89,7 @@ class LTX2Codec(DiffusersCodec):
         ]
 
     @classmethod
-    def _grid(cls, height: int, width: int, frames: int) -> tuple[int, int, int]:
+    def _grid_shape(cls, height: int, width: int, frames: int) -> tuple[int, int, int]:
         """Return (frames, rows, columns) of the video's tokens."""
         return (
             (frames - 1) // cls.temporal_stride + 1,
@@ -100,7 +100,7 @@ class LTX2Codec(DiffusersCodec):
     @classmethod
     def latent_shape_of(cls, height: int, width: int, frames: int) -> tuple[int, ...]:
         sound = round(frames / FRAMES_PER_SECOND * SOUNDS_PER_SECOND)
-        return math.prod(cls._grid(height, width, frames)) + sound, cls.channels
+        return math.prod(cls._grid_shape(height, width, frames)) + sound, cls.channels
 
 
 class LTX2Policy(DiffusersPolicy):

@@ -7,9 +7,9 @@ the numbers of both.
 from __future__ import annotations
 
 from digenrl.extensions.zoo.ltx2 import LTX2Policy
-from digenrl.extensions.zoo.since import require
+from digenrl.extensions.zoo.since import require_diffusers
 
-require("0.42", LTX2VideoTransformer3DModel="cross_attn_mod")
+require_diffusers("0.42", LTX2VideoTransformer3DModel="cross_attn_mod")
 
 
 class LTX23Policy(LTX2Policy):

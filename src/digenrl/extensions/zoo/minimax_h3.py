@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from digenrl.extensions.zoo.blocks import through
-from digenrl.extensions.zoo.since import require
+from digenrl.extensions.zoo.blocks import run_block
+from digenrl.extensions.zoo.since import require_diffusers
 from digenrl.models import latents as sizes
 from digenrl.models import pretrained
 from digenrl.models.lora import Names
@@ -28,7 +28,9 @@ from digenrl.models.pipeline_codec import DiffusersCodec
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin
 
-require("0.42", "MiniMaxH3Transformer3DModel", "AutoencoderKLMiniMaxH3", "MiniMaxH3Scheduler")
+require_diffusers(
+    "0.42", "MiniMaxH3Transformer3DModel", "AutoencoderKLMiniMaxH3", "MiniMaxH3Scheduler"
+)
 
 from diffusers.modular_pipelines.minimax_h3 import encoders  # noqa: E402
 
@@ -46,7 +48,7 @@ SOUNDS_PER_FRAME = 40 / 24
 """Rows of each channel of sound per frame: 40 and 24 a second."""
 
 
-def places(grid: tuple[int, int, int], sounds: int, device: torch.device) -> Tensor:
+def token_positions(grid: tuple[int, int, int], sounds: int, device: torch.device) -> Tensor:
     """Return time, row and column [sounds + tokens, 3], fp64, of the rows of two channels of sound,
     and of the video's tokens in `grid`. Time is counted in rows of sound.
 
@@ -96,7 +98,7 @@ class MiniMaxH3Transformer3DModel(diffusers.MiniMaxH3Transformer3DModel):
             grid: frames, rows and columns of the video's tokens.
         """
         words, ends = text.shape[1], (text.shape[1], text.shape[1] + sound.shape[1])
-        behind = places(grid, sound.shape[1], text.device)
+        behind = token_positions(grid, sound.shape[1], text.device)
         order = torch.arange(words, device=text.device, dtype=behind.dtype)
         behind[:, 0] += words if mask is None else mask.sum()
         rotary = self.rope(torch.cat([pad(order[:, None], (0, 2)), behind]))
@@ -122,7 +124,7 @@ class MiniMaxH3Transformer3DModel(diffusers.MiniMaxH3Transformer3DModel):
         )
         given = clock, table, rotary, whole
         for block in self.transformer_blocks:
-            states = through(self, block, states, *given)
+            states = run_block(self, block, states, *given)
         states = self.norm_out(states, clock, table // 3).to(self.proj_out.weight.dtype)
         return self.proj_out(states[:, ends[1] :]), self.audio_proj_out(
             states[:, ends[0] : ends[1]]
@@ -142,7 +144,7 @@ class MiniMaxH3Codec(DiffusersCodec):
     @property
     def token_grid(self) -> tuple[int, int, int]:
         """Frames, rows and columns of the video's tokens."""
-        return self._grid(self.height, self.width, self.frames)
+        return self._grid_shape(self.height, self.width, self.frames)
 
     @property
     def video_rows(self) -> int:
@@ -203,7 +205,7 @@ class MiniMaxH3Codec(DiffusersCodec):
             sizes.require_multiple(name, side, cls.spatial_stride)
 
     @classmethod
-    def _grid(cls, height: int, width: int, frames: int) -> tuple[int, int, int]:
+    def _grid_shape(cls, height: int, width: int, frames: int) -> tuple[int, int, int]:
         """Return (frames, rows, columns) of the video's tokens. Of five latent frames the first
         stands for one frame, and the others for four each."""
         chunks, rest = divmod(frames - 1, CHUNK)
@@ -212,7 +214,7 @@ class MiniMaxH3Codec(DiffusersCodec):
 
     @classmethod
     def latent_shape_of(cls, height: int, width: int, frames: int) -> tuple[int, ...]:
-        grid = cls._grid(height, width, frames)
+        grid = cls._grid_shape(height, width, frames)
         return 3 * math.prod(grid) + 2 * round(SOUNDS_PER_FRAME * frames), ROW
 
 

@@ -49,9 +49,9 @@ class QwenImageCodec(DiffusersCodec):
         embeddings, mask = pipeline.encode_prompt(
             text, device=pipeline.device, max_sequence_length=self.max_sequence_length
         )
-        return self._padded(embeddings, mask)
+        return self._pad_text(embeddings, mask)
 
-    def _padded(self, embeddings: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+    def _pad_text(self, embeddings: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
         if mask is None:  # the pipeline's way of saying that every position counts
             mask = embeddings.new_ones(embeddings.shape[:2])
         padding = self.max_sequence_length - embeddings.shape[1]
@@ -99,11 +99,11 @@ class QwenImagePolicy(DiffusersPolicy):
             timestep=sigmas,  # the network multiplies by 1000
             encoder_hidden_states=condition["text"],
             encoder_hidden_states_mask=condition.get("mask"),
-            img_shapes=[self.grids()] * latents.shape[0],
+            img_shapes=[self.token_grids()] * latents.shape[0],
             return_dict=False,
         )[0]
 
-    def grids(self) -> list[tuple[int, int, int]]:
+    def token_grids(self) -> list[tuple[int, int, int]]:
         """Return (frames, rows, columns) of all tokens that `predict` gets, one picture after the
         other."""
         return [(1, self.codec.height // 16, self.codec.width // 16)]
@@ -129,7 +129,9 @@ class QwenImageEditCodec(QwenImageCodec):
         """
         image = wording.images[0]
         width, height = calculate_dimensions(CONDITION_IMAGE_SIZE, self.width / self.height)
-        seen = pipeline.image_processor.resize(image.fitted(self.height, self.width), height, width)
+        seen = pipeline.image_processor.resize(
+            image.fit_to_size(self.height, self.width), height, width
+        )
         embeddings, mask = pipeline.encode_prompt(
             wording.text, image=[seen], device=pipeline.device
         )
@@ -142,7 +144,7 @@ class QwenImageEditCodec(QwenImageCodec):
         self.report_long_prompt(pipeline.tokenizer, wording.text, self.max_sequence_length - beside)
         pixels = self.image_pixels(image).to(self._vae.device, self.vae_dtype)
         return {
-            **self._padded(embeddings, mask),
+            **self._pad_text(embeddings, mask),
             "image": self.encode_latents(self._vae, pixels),
         }
 
@@ -169,6 +171,6 @@ class QwenImageEditPolicy(QwenImagePolicy):
         both = torch.cat([latents, condition["image"]], dim=1)
         return super().predict(both, sigmas, condition)[:, : latents.shape[1]]
 
-    def grids(self) -> list[tuple[int, int, int]]:
+    def token_grids(self) -> list[tuple[int, int, int]]:
         """Return the grids of the noise and of the image."""
-        return super().grids() * 2
+        return super().token_grids() * 2

@@ -15,8 +15,8 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor
 from torch.nn.functional import pad
 
-from digenrl.extensions.zoo.blocks import through
-from digenrl.extensions.zoo.since import require
+from digenrl.extensions.zoo.blocks import run_block
+from digenrl.extensions.zoo.since import require_diffusers
 from digenrl.models import latents as sizes
 from digenrl.models import pretrained
 from digenrl.models.lora import Names
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin
     from diffusers.models.attention_processor import Attention
 
-require("0.42", "QwenImage21Transformer2DModel", "AutoencoderKLQwenImage21")
+require_diffusers("0.42", "QwenImage21Transformer2DModel", "AutoencoderKLQwenImage21")
 
 
 class RowAttention:
@@ -52,8 +52,8 @@ class RowAttention:
             layer(hidden_states).unflatten(-1, (attn.heads, -1))
             for layer in (attn.to_q, attn.to_k, attn.to_v)
         )
-        query = _rotated(attn.norm_q(query), rotary_emb).to(value)
-        key = _rotated(attn.norm_k(key), rotary_emb).to(value)
+        query = _apply_rotary(attn.norm_q(query), rotary_emb).to(value)
+        key = _apply_rotary(attn.norm_k(key), rotary_emb).to(value)
         given = {"backend": self._attention_backend, "parallel_config": self._parallel_config}
         texts = (part[:, :segments] for part in (query, key, value))
         read = [
@@ -65,7 +65,7 @@ class RowAttention:
         return attn.to_out[1](attn.to_out[0](torch.cat(read, dim=1).flatten(2)))
 
 
-def _rotated(states: Tensor, rotary: Tensor) -> Tensor:
+def _apply_rotary(states: Tensor, rotary: Tensor) -> Tensor:
     """Return states [B, tokens, heads, d] times the complex rotary table [B, tokens, 1, d / 2]."""
     pairs = torch.view_as_complex(states.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * rotary).flatten(3)
@@ -113,13 +113,13 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
         if mask is not None:
             lengths = mask.sum(dim=1).float()
             read = pad(mask.bool(), (0, hidden_states.shape[1]), value=True)[:, None, None]
-        rotary = self.rotary(lengths, words, grid)
+        rotary = self.rotary_table(lengths, words, grid)
         given = modulation, rotary, read, target, None, None, None, words
         for block in self.transformer_blocks:
-            states = through(self, block, states, *given)
+            states = run_block(self, block, states, *given)
         return (self.proj_out(self.norm_out(states, clock, target))[:, words:],)
 
-    def rotary(self, lengths: Tensor, words: int, grid: tuple[int, int]) -> Tensor:
+    def rotary_table(self, lengths: Tensor, words: int, grid: tuple[int, int]) -> Tensor:
         """Return the complex rotary table [B, tokens, 1, d / 2] of `words` text tokens and a `grid`
         of image tokens.
 

@@ -7,7 +7,7 @@ import inspect
 import diffusers
 
 
-def require(release: str, *classes: str, **arguments: str) -> None:
+def require_diffusers(release: str, *classes: str, **arguments: str) -> None:
     """Raise ImportError, which names the `release` to install, unless diffusers has `classes`, and
     each class of `arguments` takes its argument."""
     absent = [name for name in (*classes, *arguments) if not hasattr(diffusers, name)]

@@ -56,7 +56,7 @@ class Experts(ModelMixin, PeftAdapterMixin):
         second: Any = self.transformer_2.blocks
         return [block for pair in zip(first, second, strict=True) for block in pair]
 
-    def high(self, timesteps: Tensor) -> list[bool]:
+    def high_noise_rows(self, timesteps: Tensor) -> list[bool]:
         """Return which rows [B] belong to the first expert. This waits for the device."""
         if self.boundary is None:
             return [True] * len(timesteps)
@@ -73,7 +73,7 @@ class Experts(ModelMixin, PeftAdapterMixin):
         expert without rows therefore computes the first row, times zero.
         """
         inputs = {"hidden_states": hidden_states, "timestep": timestep, **rows}
-        high = self.high(timestep)
+        high = self.high_noise_rows(timestep)
         if len(set(high)) == 1 and not isinstance(self, FSDPModule):
             only = self.transformer if high[0] else self.transformer_2
             return only(**inputs, return_dict=False)

@@ -34,7 +34,7 @@ class WanImageToVideoCodec(WanCodec):
         channels that mark the given frames (one per frame of a latent frame), then the latents of a
         video that is grey behind its first frame.
         """
-        picture = wording.images[0].fitted(self.height, self.width)
+        picture = wording.images[0].fit_to_size(self.height, self.width)
         video = pad(
             self.image_pixels(wording.images[0]).unsqueeze(2), (0, 0, 0, 0, 0, self.frames - 1)
         )

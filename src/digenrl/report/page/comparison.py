@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from digenrl.record.run_dir import atomic_replace
-from digenrl.report.page.gallery import strip
+from digenrl.report.page.gallery import film_strip
 from digenrl.report.page.style import BLUE, INK, VERMILION, paper_style
 from digenrl.report.pictures import Samples, read_samples, sample_files
 from digenrl.report.read_run import Run
@@ -28,10 +28,10 @@ def before_after(run: Run) -> Figure | None:
     files = sample_files(run)
     if len(files) < 2:
         return None
-    return comparison(read_samples(files[0]), read_samples(files[-1]))
+    return draw_comparison(read_samples(files[0]), read_samples(files[-1]))
 
 
-def comparison(before: Samples, after: Samples) -> Figure:
+def draw_comparison(before: Samples, after: Samples) -> Figure:
     """Draw samples of `before` above those of `after`, matched by prompt and position. Videos are
     film strips.
 
@@ -42,26 +42,28 @@ def comparison(before: Samples, after: Samples) -> Figure:
         raise ValueError(
             f"before has samples of shape {before.media.shape[1:]}, after {after.media.shape[1:]}"
         )
-    pairs = _matched(before.prompts, after.prompts)
+    pairs = _match_samples(before.prompts, after.prompts)
     if not pairs:
         raise ValueError(
             f"no prompt in common between RL steps {before.rl_step} and {after.rl_step}"
         )
-    return _grid(before, after, pairs)
+    return _draw_grid(before, after, pairs)
 
 
 def save_comparison(path: Path, before: Samples, after: Samples) -> None:
-    """Write the drawing of `comparison` to a file.
+    """Write the drawing of `draw_comparison` to a file.
 
-    Raises: see `comparison`.
+    Raises: see `draw_comparison`.
     """
     with paper_style():
-        figure = comparison(before, after)
+        figure = draw_comparison(before, after)
         with atomic_replace(path) as temporary:
             figure.savefig(temporary, format=path.suffix[1:])
 
 
-def _matched(before: tuple[str, ...], after: tuple[str, ...]) -> dict[str, list[tuple[int, int]]]:
+def _match_samples(
+    before: tuple[str, ...], after: tuple[str, ...]
+) -> dict[str, list[tuple[int, int]]]:
     """Return prompt -> [(index before, index after)].
 
     The k-th sample of a prompt has the same noise in every evaluation.
@@ -77,32 +79,32 @@ def _matched(before: tuple[str, ...], after: tuple[str, ...]) -> dict[str, list[
     return dict(pairs)
 
 
-def _sides(before: Samples, after: Samples) -> list[tuple[NDArray[np.uint8], int, str, str]]:
+def _grid_sides(before: Samples, after: Samples) -> list[tuple[NDArray[np.uint8], int, str, str]]:
     """Return (media, position in a pair, title, colour) of the sources, where there are any, of
     `before` and of `after`."""
     source = [] if before.sources is None else [(before.sources, 0, "source", INK)]
     moments = (
-        (_strips(before.media), 0, _moment(before, "before"), VERMILION),
-        (_strips(after.media), 1, _moment(after, "after"), BLUE),
+        (_film_strips(before.media), 0, _moment_title(before, "before"), VERMILION),
+        (_film_strips(after.media), 1, _moment_title(after, "after"), BLUE),
     )
     return [*source, *moments]
 
 
-def _strips(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _film_strips(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return videos [N, F, C, H, W] as pictures of some frames, one beside the other; pictures
     [N, C, H, W] as they are."""
-    return media if media.ndim == 4 else np.stack([strip(video) for video in media])
+    return media if media.ndim == 4 else np.stack([film_strip(video) for video in media])
 
 
-def _grid(before: Samples, after: Samples, pairs: dict[str, list[tuple[int, int]]]) -> Figure:
-    height, width = _strips(before.media[:1]).shape[-2:]
+def _draw_grid(before: Samples, after: Samples, pairs: dict[str, list[tuple[int, int]]]) -> Figure:
+    height, width = _film_strips(before.media[:1]).shape[-2:]
     narrow = width <= NARROW and max(map(len, pairs)) <= SHORT
     prompts, rows, cell, head, letters = (10, 3, 0.72, 0.5, 9) if narrow else (6, 2, 1.55, 0.85, 24)
     if before.is_video:
         prompts, cell, head, letters = 2, 4.6, 0.5, 60
     texts = list(pairs)[:prompts]
     rows = min(rows, max(len(pairs[text]) for text in texts))
-    sides = _sides(before, after)
+    sides = _grid_sides(before, after)
     figure = Figure(
         figsize=(0.75 + cell * len(texts), head + len(sides) * rows * cell * height / width + 0.15)
     )
@@ -117,7 +119,7 @@ def _grid(before: Samples, after: Samples, pairs: dict[str, list[tuple[int, int]
                 axes = figure.add_subplot(grid[row, column])
                 axes.set_axis_off()
                 if row < len(pairs[text]):
-                    _show(axes, pictures[pairs[text][row][side]])
+                    _draw_sample(axes, pictures[pairs[text][row][side]])
                 if block == 0 and row == 0:
                     caption = "\n".join(
                         textwrap.wrap(text, letters, max_lines=3, placeholder=" ...")
@@ -131,12 +133,12 @@ def _grid(before: Samples, after: Samples, pairs: dict[str, list[tuple[int, int]
     return figure
 
 
-def _show(axes: Axes, sample: NDArray[np.uint8]) -> None:
+def _draw_sample(axes: Axes, sample: NDArray[np.uint8]) -> None:
     """Draw one picture [C, H, W]. Small pixel images keep their hard edges."""
     image = sample[0] if len(sample) == 1 else np.moveaxis(sample, 0, -1)
     smooth = "nearest" if image.shape[1] <= 64 else "antialiased"
     axes.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation=smooth, aspect="equal")
 
 
-def _moment(samples: Samples, word: str) -> str:
+def _moment_title(samples: Samples, word: str) -> str:
     return f"{word}\nbase model" if samples.rl_step == 0 else f"{word}\nRL step {samples.rl_step}"

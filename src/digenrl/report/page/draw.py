@@ -6,18 +6,18 @@ from functools import partial
 from pathlib import Path
 
 from digenrl.record.run_dir import REPORT, atomic_replace
-from digenrl.report.attempt import attempt
+from digenrl.report.attempt import make_or_warn
 from digenrl.report.page import html
 from digenrl.report.page.plots import draw_all
 from digenrl.report.read_run import Run
 from digenrl.report.summary_record import Summary
 
 
-def draw(run: Run, summary: Summary, warnings: list[str]) -> None:
+def draw_report(run: Run, summary: Summary, warnings: list[str]) -> None:
     """Write every picture and report.html of a run. Failures are added to `warnings`."""
     pictures = draw_all(run, warnings)
-    page = partial(html.render, run, summary, pictures)
-    attempt(REPORT, lambda: _write_page(run.path / REPORT, page()), warnings)
+    page = partial(html.render_page, run, summary, pictures)
+    make_or_warn(REPORT, lambda: _write_page(run.path / REPORT, page()), warnings)
 
 
 def _write_page(path: Path, page: str) -> None:

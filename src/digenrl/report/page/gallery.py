@@ -51,7 +51,7 @@ class Tile:
         return self.media.ndim == 4
 
 
-def totals(
+def total_scores(
     scores: Mapping[str, NDArray[np.float32]], weights: Mapping[str, float], count: int
 ) -> NDArray[np.float64]:
     """Return [count] fp64: each sample's weighted sum of the optimised rewards, NaN where a reward
@@ -66,7 +66,7 @@ def totals(
     )
 
 
-def tiles(
+def make_tiles(
     media: NDArray[np.uint8],
     prompts: Sequence[str],
     score: NDArray[np.float64],
@@ -89,7 +89,7 @@ def by_prompt(prompts: Sequence[str]) -> dict[str, list[int]]:
     return rows
 
 
-def extremes(score: NDArray[np.float64], count: int) -> tuple[list[int], list[int]]:
+def extreme_rows(score: NDArray[np.float64], count: int) -> tuple[list[int], list[int]]:
     """Rows of the `count` best and worst of score [N], the extreme first; none is in both, missing
     ones in neither."""
     order = [int(row) for row in np.argsort(-score, kind="stable") if not math.isnan(score[row])]
@@ -97,12 +97,12 @@ def extremes(score: NDArray[np.float64], count: int) -> tuple[list[int], list[in
     return order[:count], order[::-1][:count]
 
 
-def still(media: NDArray[np.uint8], source: NDArray[np.uint8] | None = None) -> Image.Image:
+def still_image(media: NDArray[np.uint8], source: NDArray[np.uint8] | None = None) -> Image.Image:
     """A picture of reasonable size, with its source at the left; of a video, a strip of its
     frames."""
-    media = strip(media) if media.ndim == 4 else media
+    media = film_strip(media) if media.ndim == 4 else media
     longer = max(media.shape[1:]) if media.shape[2] <= 2 * media.shape[1] else media.shape[1]
-    image = Image.fromarray(_beside(source, pixels(media)))
+    image = Image.fromarray(_join_source(source, to_pixels(media)))
     times = min(math.ceil(SMALLEST / longer), WIDEST // max(image.size))
     if times > 1:
         return image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
@@ -110,29 +110,29 @@ def still(media: NDArray[np.uint8], source: NDArray[np.uint8] | None = None) -> 
     return image.resize((max(1, round(image.width * factor)), max(1, round(image.height * factor))))
 
 
-def strip(video: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def film_strip(video: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Some frames of a video [F, C, H, W], one beside the other: [C, H, n*W]."""
     last = len(video) - 1
     shown = np.linspace(0, last, min(STRIP_FRAMES, last + 1)).round().astype(int)
     return np.concatenate([video[frame] for frame in shown], axis=2)
 
 
-def pixels(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def to_pixels(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """[..., C, H, W] -> [..., H, W, 3]."""
     array = np.moveaxis(media, -3, -1)
     return np.ascontiguousarray(array if array.shape[-1] == 3 else np.repeat(array, 3, axis=-1))
 
 
-def _beside(source: NDArray[np.uint8] | None, shown: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _join_source(source: NDArray[np.uint8] | None, shown: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """[..., H, W, 3] with the source [3, H, W] at the left of every frame; as it is where there is
     none."""
     if source is None:
         return shown
-    left = pixels(source)
+    left = to_pixels(source)
     return np.concatenate([np.broadcast_to(left, (*shown.shape[:-3], *left.shape)), shown], axis=-2)
 
 
-def encoded(image: Image.Image) -> tuple[str, bytes]:
+def encode_image(image: Image.Image) -> tuple[str, bytes]:
     """(MIME type, bytes) of a picture: PNG where it is small or flat, else JPEG."""
     png, jpeg = io.BytesIO(), io.BytesIO()
     image.save(png, "PNG", optimize=True)
@@ -142,12 +142,12 @@ def encoded(image: Image.Image) -> tuple[str, bytes]:
     return "image/jpeg", jpeg.getvalue()
 
 
-def mp4(tile: Tile) -> bytes:
+def encode_video(tile: Tile) -> bytes:
     """A video as H.264 MP4; its source at the left. Raises ImportError without imageio."""
-    return media.mp4(_beside(tile.source, pixels(tile.media)))
+    return media.encode_mp4(_join_source(tile.source, to_pixels(tile.media)))
 
 
-def caption(tile: Tile) -> str:
+def score_caption(tile: Tile) -> str:
     """Return the score of a tile as the text below its picture."""
     return (
         "no score"
@@ -158,16 +158,19 @@ def caption(tile: Tile) -> str:
     )
 
 
-def sheet(shown: Sequence[Tile]) -> Image.Image:
+def draw_sheet(shown: Sequence[Tile]) -> Image.Image:
     """Tiles beside each other, score below each, the prompt above: once, where all have the
     same."""
-    stills = [still(tile.media, tile.source) for tile in shown]
+    stills = [still_image(tile.media, tile.source) for tile in shown]
     gap, line, font = 8, 16, ImageFont.load_default(12)
     width = max(sum(image.width + gap for image in stills) - gap, 240)
     common = len({tile.prompt for tile in shown}) == 1
     head = textwrap.wrap(shown[0].prompt, max(12, width // 6)) if common else []
     notes = [
-        [caption(tile), *([] if common else textwrap.wrap(tile.prompt, max(12, image.width // 6)))]
+        [
+            score_caption(tile),
+            *([] if common else textwrap.wrap(tile.prompt, max(12, image.width // 6))),
+        ]
         for tile, image in zip(shown, stills, strict=True)
     ]
     top, tallest = line * len(head), max(image.height for image in stills)

@@ -19,7 +19,7 @@ Shown = Mapping[str, Sequence[Tile]]
 """Key in the loggers -> tiles. A key names the same prompt at every evaluation."""
 
 
-def logged(
+def picture_logger(
     media: NDArray[np.uint8],
     prompts: Sequence[str],
     scores: Mapping[str, NDArray[np.float32]],
@@ -33,12 +33,12 @@ def logged(
     They are the first `samples` pictures of the first `keep` prompts, and as many of the best and
     of the worst samples. Each is beside its source if prompts name images.
     """
-    score = gallery.totals(scores, weights, len(prompts))
+    score = gallery.total_scores(scores, weights, len(prompts))
     first = list(gallery.by_prompt(prompts).items())[:keep]
     chosen = {f"eval/{i:02d} {text[:40]}": rows[:samples] for i, (text, rows) in enumerate(first)}
-    chosen["eval/best"], chosen["eval/worst"] = gallery.extremes(score, samples)
+    chosen["eval/best"], chosen["eval/worst"] = gallery.extreme_rows(score, samples)
     shown = {
-        key: gallery.tiles(media, prompts, score, rows, sources)
+        key: gallery.make_tiles(media, prompts, score, rows, sources)
         for key, rows in chosen.items()
         if rows
     }
@@ -54,14 +54,14 @@ def _log_pictures(shown: Shown, logger: Logger, step: int) -> None:
     for key, tiles in shown.items():
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_image(
-                key, np.asarray(gallery.sheet(tiles)), step, dataformats="HWC"
+                key, np.asarray(gallery.draw_sheet(tiles)), step, dataformats="HWC"
             )
         elif isinstance(logger, WandbLogger):
-            captions = [f"{gallery.caption(tile)}: {tile.prompt}" for tile in tiles]
+            captions = [f"{gallery.score_caption(tile)}: {tile.prompt}" for tile in tiles]
             if not tiles[0].is_video:
                 logger.log_image(
                     key,
-                    [gallery.still(tile.media, tile.source) for tile in tiles],
+                    [gallery.still_image(tile.media, tile.source) for tile in tiles],
                     step,
                     caption=captions,
                 )
@@ -71,6 +71,6 @@ def _log_pictures(shown: Shown, logger: Logger, step: int) -> None:
                     files.enter_context(tempfile.NamedTemporaryFile(suffix=".mp4")) for _ in tiles
                 ]
                 for file, tile in zip(videos, tiles, strict=True):
-                    file.write(gallery.mp4(tile))
+                    file.write(gallery.encode_video(tile))
                     file.flush()
                 logger.log_video(key, [file.name for file in videos], step, caption=captions)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from digenrl.record.run_dir import BEFORE_AFTER, PLOTS, atomic_replace
-from digenrl.report.attempt import attempt
+from digenrl.report.attempt import make_or_warn
 from digenrl.report.page import curves, timeline
 from digenrl.report.page.comparison import before_after
 from digenrl.report.page.style import BLUE, VERMILION, paper_style
@@ -31,7 +31,9 @@ def reward_distribution(run: Run) -> Figure | None:
         return None
     before, after = read_samples(files[0]), read_samples(files[-1])
     names = [
-        name for name in before.scores if _known(before, name).size and _known(after, name).size
+        name
+        for name in before.scores
+        if _known_scores(before, name).size and _known_scores(after, name).size
     ]
     if not names:
         return None
@@ -41,7 +43,7 @@ def reward_distribution(run: Run) -> Figure | None:
     for axes in panels[len(names) :]:
         axes.set_visible(False)
     for axes, name in zip(panels, names, strict=False):
-        first, last = _known(before, name), _known(after, name)
+        first, last = _known_scores(before, name), _known_scores(after, name)
         low, high = min(first.min(), last.min()), max(first.max(), last.max())
         edges = [low + (high - low) * index / 24 for index in range(25)] if high > low else 10
         axes.hist(first, bins=edges, color=VERMILION, alpha=0.55, label=f"RL step {before.rl_step}")
@@ -52,7 +54,7 @@ def reward_distribution(run: Run) -> Figure | None:
     return figure
 
 
-def _known(samples: Samples, name: str) -> NDArray[np.float32]:
+def _known_scores(samples: Samples, name: str) -> NDArray[np.float32]:
     """Return the scores of reward `name` without the missing ones."""
     scores = samples.scores.get(name, np.empty(0, np.float32))
     return scores[~np.isnan(scores)]
@@ -60,11 +62,11 @@ def _known(samples: Samples, name: str) -> NDArray[np.float32]:
 
 PICTURES: dict[str, tuple[str, Plot]] = {
     BEFORE_AFTER: ("Before and after: same prompts, same noise", before_after),
-    f"{PLOTS}/reward.png": ("Learning", curves.reward),
+    f"{PLOTS}/reward.png": ("Learning", curves.draw_reward),
     f"{PLOTS}/reward_distribution.png": ("Distribution of scores", reward_distribution),
-    f"{PLOTS}/diversity.png": ("Variety", curves.diversity),
-    f"{PLOTS}/policy.png": ("Policy", curves.policy),
-    f"{PLOTS}/timeline.png": ("Role timeline", timeline.timeline),
+    f"{PLOTS}/diversity.png": ("Variety", curves.draw_diversity),
+    f"{PLOTS}/policy.png": ("Policy", curves.draw_policy),
+    f"{PLOTS}/timeline.png": ("Role timeline", timeline.draw_timeline),
     f"{PLOTS}/time_by_rank.png": ("Time by rank", timeline.time_by_rank),
     f"{PLOTS}/step_time.png": ("Speed", curves.step_time),
 }
@@ -80,11 +82,11 @@ def draw_all(run: Run, warnings: list[str]) -> dict[str, bytes]:
     """
     pictures: dict[str, bytes] = {}
     for name, (_, plot) in PICTURES.items():
-        attempt(name, partial(_draw, run, name, plot, pictures), warnings)
+        make_or_warn(name, partial(_draw_plot, run, name, plot, pictures), warnings)
     return pictures
 
 
-def _draw(run: Run, name: str, plot: Plot, pictures: dict[str, bytes]) -> None:
+def _draw_plot(run: Run, name: str, plot: Plot, pictures: dict[str, bytes]) -> None:
     path = run.path / name
     if path.parent.is_symlink():
         raise OSError(errno.ELOOP, f"{path.parent.name} is a link, which is not followed")

@@ -15,7 +15,7 @@ from digenrl.report.page import gallery
 from digenrl.report.page.gallery import Tile
 from digenrl.report.pictures import Samples, read_samples, sample_files
 from digenrl.report.read_run import Run, is_number
-from digenrl.report.tables import number
+from digenrl.report.tables import format_number
 
 PROMPTS, MOMENTS, EXTREMES, CHANGES = 8, 6, 6, 6
 """Most prompts on a page, evaluations of a prompt, best and worst samples, and prompts with the
@@ -49,7 +49,7 @@ class Showing:
     """(prompt, mean score at first, mean score at last, change), the largest gains first."""
 
 
-def showing(run: Run) -> Showing | None:
+def samples_to_show(run: Run) -> Showing | None:
     """Return the samples to show, or None if no evaluation has kept a sample.
 
     Raises:
@@ -63,64 +63,72 @@ def showing(run: Run) -> Showing | None:
         {round(place) for place in np.linspace(0, len(files) - 1, min(MOMENTS, len(files)))}
     )
     moments = [read_samples(files[place]) for place in places]
-    weights = _weights(run)
-    scores = [gallery.totals(moment.scores, weights, len(moment.prompts)) for moment in moments]
+    weights = _reward_weights(run)
+    scores = [
+        gallery.total_scores(moment.scores, weights, len(moment.prompts)) for moment in moments
+    ]
     rows = [gallery.by_prompt(moment.prompts) for moment in moments]
     last, score = moments[-1], scores[-1]
     shown = [
         (
             prompt,
-            tuple(_first(prompt, *moment) for moment in zip(moments, scores, rows, strict=True)),
+            tuple(
+                _first_cell(prompt, *moment) for moment in zip(moments, scores, rows, strict=True)
+            ),
         )
         for prompt in list(rows[-1])[:PROMPTS]
     ]
     best, worst = (
-        tuple(map(cell, gallery.tiles(last.media, last.prompts, score, chosen, last.sources)))
-        for chosen in gallery.extremes(score, EXTREMES)
+        tuple(
+            map(
+                make_cell, gallery.make_tiles(last.media, last.prompts, score, chosen, last.sources)
+            )
+        )
+        for chosen in gallery.extreme_rows(score, EXTREMES)
     )
     means = [
         {prompt: float(np.mean(score[own])) for prompt, own in places.items()}
         for score, places in zip(scores, rows, strict=True)
     ]
-    changes = _changes(means[0], means[-1]) if len(moments) > 1 else ()
+    changes = _score_changes(means[0], means[-1]) if len(moments) > 1 else ()
     return Showing(
         tuple(moment.rl_step for moment in moments), tuple(shown), best, worst, tuple(changes)
     )
 
 
-def cell(tile: Tile) -> Cell:
+def make_cell(tile: Tile) -> Cell:
     """Return a tile for a page. A video becomes MP4, or a strip of its frames if imageio is
     missing."""
-    mime, data = gallery.encoded(gallery.still(tile.media, tile.source))
+    mime, data = gallery.encode_image(gallery.still_image(tile.media, tile.source))
     is_video = False
     if tile.is_video:
         with suppress(ImportError):
-            mime, data, is_video = "video/mp4", gallery.mp4(tile), True
+            mime, data, is_video = "video/mp4", gallery.encode_video(tile), True
     source = f"data:{mime};base64,{base64.b64encode(data).decode()}"
-    return Cell(source, is_video, gallery.caption(tile), tile.prompt)
+    return Cell(source, is_video, gallery.score_caption(tile), tile.prompt)
 
 
-def _first(
+def _first_cell(
     prompt: str, moment: Samples, score: Any, rows: Mapping[str, Sequence[int]]
 ) -> Cell | None:
     if prompt not in rows:
         return None
-    return cell(
-        gallery.tiles(moment.media, moment.prompts, score, rows[prompt][:1], moment.sources)[0]
+    return make_cell(
+        gallery.make_tiles(moment.media, moment.prompts, score, rows[prompt][:1], moment.sources)[0]
     )
 
 
-def _changes(
+def _score_changes(
     first: Mapping[str, float], last: Mapping[str, float]
 ) -> Iterable[tuple[str, str, str, str]]:
     gains = [(last[prompt] - first[prompt], prompt) for prompt in last if prompt in first]
     known = sorted((gain for gain in gains if is_number(gain[0])), key=lambda gain: -gain[0])
     kept = known if len(known) <= 2 * CHANGES else [*known[:CHANGES], *known[-CHANGES:]]
     for gain, prompt in kept:
-        yield prompt, number(first[prompt]), number(last[prompt]), f"{gain:+.3f}"
+        yield prompt, format_number(first[prompt]), format_number(last[prompt]), f"{gain:+.3f}"
 
 
-def _weights(run: Run) -> dict[str, float]:
+def _reward_weights(run: Run) -> dict[str, float]:
     """Return the weights of the optimised rewards in the configuration."""
     group = run.config.get("reward")
     rewards = group.get("rewards") if isinstance(group, Mapping) else None

@@ -36,7 +36,7 @@ def colour_of(span: Span) -> str:
     return COLOURS[label_of(span)]
 
 
-def clipped(spans: Iterable[Span], start: float, end: float) -> list[Span]:
+def clip_spans(spans: Iterable[Span], start: float, end: float) -> list[Span]:
     """Return the parts of `spans` inside [start, end], for the costs of an RL step or of another
     window."""
     parts = []
@@ -72,7 +72,7 @@ def typical_window(
     return ends[windows[at][0]], ends[windows[at][-1]], range(windows[at][1], windows[at][-1] + 1)
 
 
-def lanes(spans: Sequence[Span]) -> list[int]:
+def assign_lanes(spans: Sequence[Span]) -> list[int]:
     """Return the lane of each span (sorted by start, longest first). Overlapping spans of a rank
     get different lanes."""
     taken, free, chosen = list[tuple[float, int]](), list[int](), list[int]()
@@ -98,13 +98,13 @@ def _of_all(shown: int, ranks: int) -> str:
 def draw_gantt(axes: Axes, spans: Sequence[Span], start: float, end: float) -> None:
     """Draw one row per rank, trainers first. Concurrent spans of a rank share its row."""
     by_rank: dict[tuple[str, int], list[Span]] = defaultdict(list)
-    for span in clipped(spans, start, end):
+    for span in clip_spans(spans, start, end):
         by_rank[span.role, span.rank].append(span)
     rows = shown_ranks(by_rank)
     boxes: dict[str, list[list[tuple[float, float]]]] = defaultdict(list)
     for row, key in enumerate(rows):
         own = sorted(by_rank[key], key=lambda span: (span.start, -span.end))
-        chosen = lanes(own)
+        chosen = assign_lanes(own)
         height = 0.78 / (max(chosen) + 1)
         for span, lane in zip(own, chosen, strict=True):
             left, right, top = span.start - start, span.end - start, row - 0.39 + lane * height
@@ -136,20 +136,21 @@ def palette_of(labels: Collection[str]) -> dict[str, str]:
 def draw_legend(figure: Figure, labels: Collection[str]) -> None:
     """Draw the palette below the axes."""
     handles = [
-        Patch(facecolor=colour, label=_named(name)) for name, colour in palette_of(labels).items()
+        Patch(facecolor=colour, label=_readable_label(name))
+        for name, colour in palette_of(labels).items()
     ]
     figure.legend(
         handles=handles, loc="outside lower left", ncols=6, handlelength=1.1, columnspacing=1.4
     )
 
 
-def _named(label: str) -> str:
+def _readable_label(label: str) -> str:
     """Return the label for people to read."""
     stage, _, cause = label.partition(" ")
     return f"{stage}: {cause.replace('_', ' ')}" if cause else stage
 
 
-def timeline(run: Run) -> Figure | None:
+def draw_timeline(run: Run) -> Figure | None:
     """Draw a Gantt chart of a few typical RL steps. Lost time has a warm colour by cause."""
     if any(step + 1 in run.step_ends for step in run.step_ends):
         start, end, steps = typical_window(run.step_ends)
@@ -164,7 +165,7 @@ def timeline(run: Run) -> Figure | None:
             range(0),
             "the whole run",
         )
-    shown = clipped(_of_ranks(run), start, end)
+    shown = clip_spans(_of_ranks(run), start, end)
     every = len({(span.role, span.rank) for span in shown})
     ranks = min(every, SHOWN_RANKS)
     figure = Figure(
@@ -223,7 +224,7 @@ def time_by_rank(run: Run) -> Figure | None:
     return figure
 
 
-def gantt(spans: Sequence[Span], step_ends: Sequence[float], path: Path) -> None:
+def save_gantt(spans: Sequence[Span], step_ends: Sequence[float], path: Path) -> None:
     """Draw one bar per rank over the last of some steps, coloured by stage, to the file `path`."""
     start = step_ends[-2] if len(step_ends) > 1 else 0.0
     ranks = len({span.rank for span in spans})
@@ -231,6 +232,6 @@ def gantt(spans: Sequence[Span], step_ends: Sequence[float], path: Path) -> None
     axes = figure.subplots()
     draw_gantt(axes, spans, start, step_ends[-1])
     axes.set(xlabel="seconds", title="one RL step")
-    draw_legend(figure, {label_of(span) for span in clipped(spans, start, step_ends[-1])})
+    draw_legend(figure, {label_of(span) for span in clip_spans(spans, start, step_ends[-1])})
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

@@ -130,7 +130,7 @@ class BenchmarkWork:
             )
         return None
 
-    def files(self, folder: Path, item: Item) -> list[Path]:
+    def image_files(self, folder: Path, item: Item) -> list[Path]:
         """Return the image files of a prompt, in order of samples."""
         number = self.samples if "{sample" in self.suite.kind.layout else 1
         names = (
@@ -139,15 +139,15 @@ class BenchmarkWork:
         )
         return [folder / name for name in names]
 
-    def note(self, folder: Path, item: Item) -> Path:
+    def score_file(self, folder: Path, item: Item) -> Path:
         """Return the file that holds a prompt's scores until all prompts are scored."""
         return folder.parent / SCORES / folder.name / f"{item.key}.json"
 
-    def scores(self, folder: Path, item: Item) -> list[tuple[float, str]] | None:
+    def read_scores(self, folder: Path, item: Item) -> list[tuple[float, str]] | None:
         """Return the score and fault of each image of a prompt; None if not scored, or scored by
         another scorer."""
         try:
-            note = json_of(read_text(self.note(folder, item)))
+            note = json_of(read_text(self.score_file(folder, item)))
         except FileNotFoundError:
             return None
         if note["by"] != self.scored_by:
@@ -155,7 +155,7 @@ class BenchmarkWork:
         return [(math.nan if value is None else value, reason) for value, reason in note["scores"]]
 
 
-def benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
+def run_benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
     """Make the missing images, score all, write OUT/SUITE/benchmark.json and return its path.
 
     Args:
@@ -192,12 +192,14 @@ def benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
         else request.run / "benchmark"
     )
     out = (request.out or above) / suite.name
-    checkpoint = None if request.step == "base" else _checkpoint(composed.run_dir, request.step)
+    checkpoint = (
+        None if request.step == "base" else _find_checkpoint(composed.run_dir, request.step)
+    )
     if checkpoint is not None:
         earlier_run.require_tied(composed.run_dir, checkpoint, words)
-    models = {"base": "base"} | ({} if checkpoint is None else _identity(checkpoint))
+    models = {"base": "base"} | ({} if checkpoint is None else _checkpoint_digest(checkpoint))
     folders = {name: out / name for name in models}
-    ranks = _ranks(request.ranks, len(items))
+    ranks = _process_count(request.ranks, len(items))
     work = BenchmarkWork(
         request, tuple(words), settings, suite, items, samples, folders, checkpoint, ranks
     )
@@ -230,7 +232,7 @@ def benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
         result |= _numbers_of(work)
         shutil.rmtree(out / SCORES)
     for line in (
-        _table(result)
+        _result_table(result)
         if work.scored_by
         else [f"official scores: {v}" for v in result["official"].values()]
     ):
@@ -239,9 +241,9 @@ def benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
     return out / RESULT
 
 
-def share(rank: int, work: BenchmarkWork) -> None:
+def run_share(rank: int, work: BenchmarkWork) -> None:
     """Make the missing images of every `ranks`-th prompt, and score those that are not scored yet.
-    Raises as `benchmark` does."""
+    Raises as `run_benchmark` does."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the ranks of a run: the same bits
     import torch
 
@@ -251,20 +253,20 @@ def share(rank: int, work: BenchmarkWork) -> None:
     devices.take_gpu(rank)
     own = work.items[rank :: work.ranks]
     with ExitStack() as stack:
-        score = _scorer(work, stack)
-        _make(work, own, rank)
+        score = _make_scorer(work, stack)
+        _make_images(work, own, rank)
         if score is None:
             return
         for folder in work.folders.values():
             for item in own:
-                if work.scores(folder, item) is None:
-                    found = score(item, _images(work.files(folder, item), work.samples))
-                    note = work.note(folder, item)
+                if work.read_scores(folder, item) is None:
+                    found = score(item, _read_samples(work.image_files(folder, item), work.samples))
+                    note = work.score_file(folder, item)
                     note.parent.mkdir(parents=True, exist_ok=True)
                     write_json(note, {"by": work.scored_by, "scores": found})
 
 
-def _ranks(asked: int | None, prompts: int) -> int:
+def _process_count(asked: int | None, prompts: int) -> int:
     """Return the number of processes that share the prompts.
 
     Raises:
@@ -288,14 +290,14 @@ def _all_ranks(work: BenchmarkWork) -> None:
     """Do the share of every rank, each in a process of its own; a single one in this process.
 
     Raises:
-        RankLost: a rank failed, which ended the others; a single rank raises as `share` does.
+        RankLost: a rank failed, which ended the others; a single rank raises as `run_share` does.
     """
     if work.ranks == 1:
-        return share(0, work)
+        return run_share(0, work)
     from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 
     try:
-        spawn(share, (work,), work.ranks)
+        spawn(run_share, (work,), work.ranks)
     except (ProcessExitedException, ProcessRaisedException) as error:
         cause = str(error).strip().splitlines()[-1]
         raise RankLost(
@@ -304,7 +306,7 @@ def _all_ranks(work: BenchmarkWork) -> None:
     return None
 
 
-def _scorer(work: BenchmarkWork, stack: ExitStack) -> Scorer | None:
+def _make_scorer(work: BenchmarkWork, stack: ExitStack) -> Scorer | None:
     """Return the scorer of the images; None if they are only made here."""
     request, suite, words = work.request, work.suite, work.words
     if request.reward is not None:
@@ -340,11 +342,11 @@ def _scorer(work: BenchmarkWork, stack: ExitStack) -> Scorer | None:
         )
     else:
         return None
-    from digenrl.extensions.bench.geneval import Rules, verdict
+    from digenrl.extensions.bench.geneval import Rules, find_fault
 
     def by_rules(item: Item, images: list[Tensor]) -> list[tuple[float, str]]:
         wrong = [
-            verdict(
+            find_fault(
                 cast(Rules, item.rules),
                 image,
                 detector,
@@ -358,7 +360,7 @@ def _scorer(work: BenchmarkWork, stack: ExitStack) -> Scorer | None:
     return by_rules
 
 
-def _checkpoint(run_dir: Path, step: str) -> Path:
+def _find_checkpoint(run_dir: Path, step: str) -> Path:
     """Return the complete checkpoint `step` (`last`, or an RL step). Raises StepNotKept."""
     from digenrl.strategy.checkpoint_io import (
         CheckpointError,
@@ -383,7 +385,7 @@ def _checkpoint(run_dir: Path, step: str) -> Path:
         raise StepNotKept(str(error)) from error
 
 
-def _identity(checkpoint: Path) -> dict[str, str]:
+def _checkpoint_digest(checkpoint: Path) -> dict[str, str]:
     """Return the name of the folder for a checkpoint's images -> a digest of its content."""
     from digenrl.strategy.checkpoint_io import MANIFEST, step_of
 
@@ -412,10 +414,14 @@ def _same_settings(folder: Path, settings: dict[str, object]) -> None:
     write_json(note, settings)
 
 
-def _make(work: BenchmarkWork, own: Sequence[Item], rank: int) -> None:
+def _make_images(work: BenchmarkWork, own: Sequence[Item], rank: int) -> None:
     """Make the missing images of the `own` prompts, those of the base model first."""
     missing = {
-        name: [item for item in own if not all(path.exists() for path in work.files(folder, item))]
+        name: [
+            item
+            for item in own
+            if not all(path.exists() for path in work.image_files(folder, item))
+        ]
         for name, folder in work.folders.items()
     }
     if not any(missing.values()):
@@ -440,7 +446,7 @@ def _make(work: BenchmarkWork, own: Sequence[Item], rank: int) -> None:
                 media = ode_samples(
                     policy.eval(), sampling, [Prompt(item.prompt)], work.samples, seed
                 )
-                _write(work.files(folder, item), media, work.suite, item)
+                _write_media(work.image_files(folder, item), media, work.suite, item)
                 if rank == 0 and sys.stderr.isatty():
                     print(
                         f"\r{name}: {done + 1} of {len(missing[name])} prompts",
@@ -454,7 +460,7 @@ def _make(work: BenchmarkWork, own: Sequence[Item], rank: int) -> None:
         )
 
 
-def _write(files: Sequence[Path], media: torch.Tensor, suite: Suite, item: Item) -> None:
+def _write_media(files: Sequence[Path], media: torch.Tensor, suite: Suite, item: Item) -> None:
     """Write the missing files of a prompt's media [n, C, H, W] or [n, F, C, H, W]."""
     from digenrl.report.media import image_grid, write_mp4
 
@@ -480,7 +486,7 @@ def _write(files: Sequence[Path], media: torch.Tensor, suite: Suite, item: Item)
                 image_grid(one.reshape(-1, *one.shape[-3:]), gap=0).save(unfinished, "PNG")
 
 
-def _images(files: Sequence[Path], samples: int) -> list[Tensor]:
+def _read_samples(files: Sequence[Path], samples: int) -> list[Tensor]:
     """Return the media [C, H, W] or [F, C, H, W] of each sample as they were written."""
     from digenrl.extensions.bench.media_files import read_media
 
@@ -501,7 +507,7 @@ def _numbers_of(work: BenchmarkWork) -> dict[str, Any]:
         lines: list[dict[str, Any]] = []
         values[name] = {}
         for item in work.items:
-            files, scores = work.files(folder, item), work.scores(folder, item) or []
+            files, scores = work.image_files(folder, item), work.read_scores(folder, item) or []
             for row, (value, reason) in enumerate(scores):
                 file = files[min(row, len(files) - 1)].relative_to(folder)
                 facts = {"file": str(file), "sample": row, "tags": item.tags, "prompt": item.prompt}
@@ -516,7 +522,7 @@ def _numbers_of(work: BenchmarkWork) -> dict[str, Any]:
             )
         estimate = of_shares if work.request.reward is None else of_values
         tags = _by_tag(work.items, values[name], estimate)
-        models[name] = _numbers(tags) | {
+        models[name] = _estimate_entries(tags) | {
             "folder": folder,
             "missing": sum(line["score"] is None for line in lines),
         }
@@ -524,7 +530,7 @@ def _numbers_of(work: BenchmarkWork) -> dict[str, Any]:
     if len(values) == 2:
         before, after = values.values()
         both = {key: after[key] - before[key] for key in after.keys() & before.keys()}
-        result["difference"] = _numbers(_by_tag(work.items, both, of_values))
+        result["difference"] = _estimate_entries(_by_tag(work.items, both, of_values))
     return result
 
 
@@ -539,14 +545,14 @@ def _by_tag(
     return {tag: estimate(of_tag) for tag, of_tag in found.items()}
 
 
-def _numbers(tags: dict[str, Estimate]) -> dict[str, object]:
+def _estimate_entries(tags: dict[str, Estimate]) -> dict[str, object]:
     return {
         "overall": asdict(over_tags(tags)) if tags else None,
         "tags": {tag: asdict(estimate) for tag, estimate in tags.items()},
     }
 
 
-def _table(result: dict[str, Any]) -> list[str]:
+def _result_table(result: dict[str, Any]) -> list[str]:
     """Return a table with a row per tag: mean and 95 % interval of each model, and of the
     difference."""
     columns = result["models"] | (
@@ -576,7 +582,9 @@ def main(arguments: Sequence[str]) -> int:
     checkpoint or no score.
     """
 
-    def work(request: BenchmarkKeys, words: list[str]) -> None:
-        print(benchmark(request, words).absolute())
+    def run_request(request: BenchmarkKeys, words: list[str]) -> None:
+        print(run_benchmark(request, words).absolute())
 
-    return own_command(BenchmarkKeys, __doc__, arguments, work, others=True, failures=RuntimeError)
+    return own_command(
+        BenchmarkKeys, __doc__, arguments, run_request, others=True, failures=RuntimeError
+    )

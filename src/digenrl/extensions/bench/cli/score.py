@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; `reward_command` describes the exit codes."""
-    return reward_command("score", __doc__, argv, lambda settings: print(score(settings)))
+    return reward_command("score", __doc__, argv, lambda settings: print(score_files(settings)))
 
 
-def score(settings: ScoreSettings) -> Path:
+def score_files(settings: ScoreSettings) -> Path:
     """Score, print the table and write the file; return its absolute path."""
     from digenrl.extensions.bench.media_files import media_files
     from digenrl.rewards.protocol import RewardUnavailable
@@ -58,7 +58,7 @@ def score(settings: ScoreSettings) -> Path:
         raise ValueError("\n".join(problems))
     suite: RewardSuite = reward_suite(settings)
     try:
-        rows = list(_rows(settings, suite, files, [prompt for _, prompt in asked]))
+        rows = list(_score_rows(settings, suite, files, [prompt for _, prompt in asked]))
         failures = suite.failure_counts()
     finally:
         suite.close()
@@ -82,12 +82,12 @@ def score(settings: ScoreSettings) -> Path:
 def aligned_prompts(name: str) -> list[tuple[int, Prompt]]:
     """Return (line, prompt) of every line of a prompt file, also of repeated ones: files are
     matched by position."""
-    file = prompts.read(name, ImageLimits())
+    file = prompts.read_prompt_file(name, ImageLimits())
     found = dict(zip(file.lines, file.prompts, strict=True))
     return sorted((found | {line: found[first] for line, first in file.duplicates}).items())
 
 
-def _rows(
+def _score_rows(
     settings: ScoreSettings, suite: RewardSuite, files: Sequence[Path], asked: Sequence[Prompt]
 ) -> Iterator[dict[str, Any]]:
     """Return one entry of `scores` per file."""
@@ -95,7 +95,7 @@ def _rows(
 
     from digenrl.rewards.suite import combine_scores
 
-    for group in _batches(settings, files, asked):
+    for group in _equal_size_batches(settings, files, asked):
         media = torch.stack([entry[2] for entry in group])
         scores = suite.score(media, [entry[1] for entry in group], heldout=settings.heldout)
         total = combine_scores(scores, suite.weights)
@@ -103,12 +103,12 @@ def _rows(
             yield {
                 "file": file.name,
                 "prompt": prompt.text,
-                "score": _number(total[row]),
-                "rewards": {name: _number(values[row]) for name, values in scores.items()},
+                "score": _number_or_none(total[row]),
+                "rewards": {name: _number_or_none(values[row]) for name, values in scores.items()},
             }
 
 
-def _batches(
+def _equal_size_batches(
     settings: ScoreSettings, files: Sequence[Path], asked: Sequence[Prompt]
 ) -> Iterator[list[tuple[Path, Prompt, Tensor]]]:
     """Yield neighbouring files of equal size to score together: at most `batch` files and
@@ -129,7 +129,7 @@ def _batches(
         yield group
 
 
-def _number(value: Tensor) -> float | None:
+def _number_or_none(value: Tensor) -> float | None:
     number = value.item()
     return None if math.isnan(number) else number
 
@@ -146,8 +146,8 @@ def _print_table(rows: Sequence[dict[str, Any]]) -> None:
     for name in [*names, "score"]:
         table.add_column(name, justify="right")
     for row in rows:
-        cells = [_shown(row["rewards"][name]) for name in names]
-        table.add_row(row["file"], row["prompt"], *cells, _shown(row["score"]))
+        cells = [_format_score(row["rewards"][name]) for name in names]
+        table.add_row(row["file"], row["prompt"], *cells, _format_score(row["score"]))
     known = [row["score"] for row in rows if row["score"] is not None]
     console = Console(highlight=False, markup=False)
     console.print(table)
@@ -159,5 +159,5 @@ def _print_table(rows: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def _shown(value: float | None) -> str:
+def _format_score(value: float | None) -> str:
     return "missing" if value is None else f"{value:.4f}"

@@ -57,7 +57,7 @@ class ExportKeys(Arguments):
     base."""
 
 
-def export(request: ExportKeys, words: Sequence[str] = ()) -> Path:
+def export_run(request: ExportKeys, words: Sequence[str] = ()) -> Path:
     """Build the run's policy, give it the checkpoint's weights, write the folder and return it.
 
     Args:
@@ -170,6 +170,6 @@ def main(arguments: Sequence[str]) -> int:
         ExportKeys,
         __doc__,
         own,
-        lambda request, _: print(export(request, allowance)),
+        lambda request, _: print(export_run(request, allowance)),
         failures=RuntimeError,
     )

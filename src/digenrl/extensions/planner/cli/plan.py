@@ -33,24 +33,24 @@ from digenrl.config.commands import shell_command
 from digenrl.config.compose import own_directories
 from digenrl.extensions.planner.advice import PlannerAdvisor
 from digenrl.extensions.planner.costing import Costing
-from digenrl.extensions.planner.outcome import CandidateOutcome, evaluate
+from digenrl.extensions.planner.outcome import CandidateOutcome, simulate_candidate
 from digenrl.extensions.planner.plan_text import (
     CHANGES,
     COLUMNS,
     Booking,
     as_json,
     asynchronous_line,
-    booked,
-    chosen,
+    booking_lines,
+    candidate_table,
+    eligible_outcomes,
     evaluation_words,
-    explanation,
-    overrides,
-    seat,
-    table,
-    wrapped,
+    explain_winner,
+    schedule_and_split,
+    train_words,
+    wrap_text,
 )
 from digenrl.extensions.planner.planner import Plan, PlanError, make_plan
-from digenrl.extensions.planner.reading import candidate_of, costing_of, drawn_of, given
+from digenrl.extensions.planner.reading import candidate_of, costing_of, drawn_of, fixed_choices
 from digenrl.record.run_dir import TRACE, write_trace
 from digenrl.record.spans import perfetto_events
 from digenrl.settle import allocated_ranks, settle_run, with_task_size
@@ -68,34 +68,34 @@ def main(words: list[str]) -> int:
     settings = composed.settings
     assert isinstance(settings, PlanSettings)
     try:
-        made = planned(composed)
+        made = plan_experiment(composed)
     except ValueError as error:
         print(f"cannot plan: {error}", file=sys.stderr)
         return NOTHING_FITS if isinstance(error, PlanError) else 2
     run_dir = configuration.prepare_run_dir_or_exit(composed)
     plan, asked, asynchronous, booking = made.plan, made.asked, made.asynchronous, made.booking
-    path = write(made, settings.plan.plot, run_dir)
+    path = write_plan(made, settings.plan.plot, run_dir)
     if "--json" in words:
         print(path.read_text(encoding="utf-8"), end="")
         return 0
-    said = [*booked(plan, asynchronous, booking), ""]
-    said += [*explanation(plan, asynchronous), *splitting(composed, made), ""]
-    lines = [line for text in said for line in wrapped(text) or [""]]
-    lines += table(plan, asynchronous, booking, settings.plan.show, asked)
+    said = [*booking_lines(plan, asynchronous, booking), ""]
+    said += [*explain_winner(plan, asynchronous), *splitting_advice(composed, made), ""]
+    lines = [line for text in said for line in wrap_text(text) or [""]]
+    lines += candidate_table(plan, asynchronous, booking, settings.plan.show, asked)
     if asked is not None:
-        lines += wrapped(
-            f"as configured, {seat(asked)} of {plan.costing.hardware.gpus} GPUs: "
+        lines += wrap_text(
+            f"as configured, {schedule_and_split(asked)} of {plan.costing.hardware.gpus} GPUs: "
             f"{asked.step_s:.2f} s per step, {asked.step_s / made.winner.step_s:.2f} x the best"
         )
     if made.refused:
-        lines += wrapped(f"as configured: does not run: {made.refused}")
+        lines += wrap_text(f"as configured: does not run: {made.refused}")
     if (target := composed.settings.strategy["_target_"]) != STOCK_STRATEGY:
-        lines += wrapped(
+        lines += wrap_text(
             f"The plan simulates the stock hooks: what {target} overrides is not in these figures."
         )
     print("\n".join(lines))
-    words = [*overrides(made.winner), *evaluation_words(made.winner, booking.drawn)]
-    print(f"\n{folded(to_train(composed, news(composed, words)))}")
+    words = [*train_words(made.winner), *evaluation_words(made.winner, booking.drawn)]
+    print(f"\n{fold_command(to_train(composed, changing_words(composed, words)))}")
     print(path)
     return 0
 
@@ -108,35 +108,35 @@ def plan_of(words: Sequence[str]) -> dict[str, Any]:
         PlanError: nothing fits.
         ValueError: the allocation cannot be placed on the hardware.
     """
-    return planned(configuration.load(words, "plan")).json()
+    return plan_experiment(configuration.load(words, "plan")).plan_json()
 
 
-def splitting(composed: Composed, made: Made) -> list[str]:
+def splitting_advice(composed: Composed, made: Made) -> list[str]:
     """Return what one-step asynchrony would give, and what changes the answer, where a plan says
     that splitting does not pay; [] where it pays."""
     if made.winner.candidate.rollouts:
         return []
-    other = made.plan.best("async")
+    other = made.plan.best_of_kind("async")
     if not made.asynchronous:
         with suppress(PlanError):
             steps = composed.settings.plan.simulated_steps  # type: ignore[attr-defined]
             fixed = {"async_steps": 1}
-            other = make_plan(made.plan.costing, steps, fixed).best("async")
+            other = make_plan(made.plan.costing, steps, fixed).best_of_kind("async")
     return [asynchronous_line(made.plan, other, made.asynchronous), CHANGES]
 
 
-def news(composed: Composed, words: Sequence[str]) -> list[str]:
+def changing_words(composed: Composed, words: Sequence[str]) -> list[str]:
     """Return the words that change something in `composed`."""
     tree, after = composed.settings.tree, with_words(composed, words).settings.tree
 
-    def differs(word: str) -> bool:
+    def changes_value(word: str) -> bool:
         key = word.partition("=")[0].lstrip("+")
         return bool(OmegaConf.select(tree, key) != OmegaConf.select(after, key))
 
-    return [word for word in words if differs(word)]
+    return [word for word in words if changes_value(word)]
 
 
-def folded(command: str) -> str:
+def fold_command(command: str) -> str:
     """Return a command in lines of at most `COLUMNS` columns for a shell. Words with quotes, such
     as make's ARGS, stay whole."""
     if len(command) <= COLUMNS or "'" in command:
@@ -182,12 +182,12 @@ class Made:
     """Whether the winner may use weights one version old."""
     booking: Booking
 
-    def json(self) -> dict[str, Any]:
+    def plan_json(self) -> dict[str, Any]:
         """Return the contents of plan.json."""
         return as_json(self.plan, self.asked, self.refused, self.asynchronous, self.booking)
 
 
-def planned(composed: Composed) -> Made:
+def plan_experiment(composed: Composed) -> Made:
     """Make the plan of a configuration (configs/plan.yaml).
 
     Raises:
@@ -199,20 +199,20 @@ def planned(composed: Composed) -> Made:
     assert isinstance(settings, PlanSettings)
     asynchronous = bool(settings.plan.asynchronous or settings.schedule.async_steps)
     costing = costing_of(composed)
-    plan = _fitting(costing, settings.plan.simulated_steps, asynchronous)
-    free = settings.schedule.auto and given(composed, costing).keys() == {"skip_zero"}
-    found = chosen(plan, bool(settings.schedule.async_steps)) if free else []
+    plan = _make_fitting_plan(costing, settings.plan.simulated_steps, asynchronous)
+    free = settings.schedule.auto and fixed_choices(composed, costing).keys() == {"skip_zero"}
+    found = eligible_outcomes(plan, bool(settings.schedule.async_steps)) if free else []
     asked, refused = found[0] if found else None, ""
     if not found:
         try:
             asked = as_configured(composed)
         except ValueError as refusal:
             refused = str(refusal)
-    winner = chosen(plan, asynchronous)[0]
+    winner = eligible_outcomes(plan, asynchronous)[0]
     return Made(plan, winner, asked, refused, asynchronous, booking_of(settings))
 
 
-def _fitting(costing: Costing, steps: int | None, asynchronous: bool) -> Plan:
+def _make_fitting_plan(costing: Costing, steps: int | None, asynchronous: bool) -> Plan:
     """Make the plan; where nothing fits, with the frozen base in 4 bits."""
     try:
         return make_plan(costing, steps, asynchronous=asynchronous)
@@ -233,7 +233,7 @@ def as_configured(composed: Composed) -> CandidateOutcome:
     candidate = candidate_of(
         run.settings, *allocated_ranks(run.settings), costing.work.trained_steps
     )
-    return evaluate(costing, candidate, costing.bound(), exact=True)
+    return simulate_candidate(costing, candidate, costing.step_bound(), exact=True)
 
 
 def booking_of(settings: PlanSettings) -> Booking:
@@ -247,17 +247,17 @@ def booking_of(settings: PlanSettings) -> Booking:
     return Booking(steps, settings.plan.price_per_gpu_hour, times, drawn)
 
 
-def write(made: Made, plot: bool, run_dir: Path) -> Path:
+def write_plan(made: Made, plot: bool, run_dir: Path) -> Path:
     """Write plan.json, trace.json and, if `plot`, a Gantt chart of the winner; return the path of
     plan.json."""
-    traced = evaluate(
+    traced = simulate_candidate(
         made.plan.costing, made.winner.candidate, made.plan.bound_s, exact=True, trace=True
     )
     write_trace(run_dir / TRACE, perfetto_events(traced.result.spans))
     if plot:
-        from digenrl.report.page.timeline import gantt  # matplotlib
+        from digenrl.report.page.timeline import save_gantt  # matplotlib
 
-        gantt(traced.result.spans, traced.result.step_ends, run_dir / "plots" / "gantt.png")
+        save_gantt(traced.result.spans, traced.result.step_ends, run_dir / "plots" / "gantt.png")
     path = run_dir / "plan.json"
-    path.write_text(json.dumps(made.json(), indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(made.plan_json(), indent=1) + "\n", encoding="utf-8")
     return path.absolute()

@@ -79,11 +79,11 @@ def main(words: Sequence[str]) -> int:
         return configuration.EXIT_CODE
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the ranks of a run
     run_dir = configuration.prepare_run_dir_or_exit(composed)
-    table = measure(composed.settings)
-    print("\n".join(lines(table)))
+    table = measure_stages(composed.settings)
+    print("\n".join(table_lines(table)))
     path = run_dir / "profile.yaml"
     with atomic_replace(path) as unfinished:
-        unfinished.write_text(snippet(table, pool, composed), encoding="utf-8")
+        unfinished.write_text(seconds_yaml(table, pool, composed), encoding="utf-8")
     print(path)
     return 0
 
@@ -120,7 +120,7 @@ def chosen_pool(hardware: Any, name: str | None) -> str:
     return name or pools[0]
 
 
-def measure(settings: Settings) -> dict[str, Measured]:
+def measure_stages(settings: Settings) -> dict[str, Measured]:
     """Return stage -> seconds per unit on this machine (on its GPU if it has one), in the order of
     a sample's life."""
     import torch
@@ -142,39 +142,39 @@ def measure(settings: Settings) -> dict[str, Measured]:
     spec = parts.schedule_spec(
         settings, module.train_steps.count_trained(settings.sampling.steps), trainers=1
     )
-    prompt = PromptData(settings.data, settings.seed).sampler.batch(0)[0]
+    prompt = PromptData(settings.data, settings.seed).sampler.prompts_at(0)[0]
     rows = spec.task_size
     task = Task(step=0, index=0, group=0, first_sample=0, samples=rows, version=0)
 
-    def generate() -> Any:
+    def generate_task() -> Any:
         generation = engine.begin_task(task, prompt)
         while engine.steps_left(generation):
             generation = engine.take_step(generation)
         return generation
 
     try:
-        encode = _timed(
+        encode = _time_work(
             lambda: torch.no_grad()(policy.codec.encode_prompts)(
                 policy.codec.branch_wordings([prompt])[0]
             ),
             1,
         )
-        generation = generate()
+        generation = generate_task()
         media = engine.decode(generation)
         batch = training_batch(
             engine.score(generation, media).result(), spec, engine.reward_weights
         ).to(device)
 
-        def train() -> None:
+        def train_once() -> None:
             module.training_step(batch, 0).backward()
             module.zero_grad(set_to_none=True)
 
         return {
             "encode": encode,
-            "generate": _timed(generate, rows),
-            "decode": _timed(lambda: engine.decode(generation), rows),
-            "score": _timed(lambda: rewards.score(media, [prompt] * rows), rows),
-            "train": _timed(train, rows * len(batch.blocks[0].steps)),
+            "generate": _time_work(generate_task, rows),
+            "decode": _time_work(lambda: engine.decode(generation), rows),
+            "score": _time_work(lambda: rewards.score(media, [prompt] * rows), rows),
+            "train": _time_work(train_once, rows * len(batch.blocks[0].steps)),
         }
     finally:
         engine.close()
@@ -205,7 +205,7 @@ def training_batch(trajectory: Trajectory, spec: Any, weights: Mapping[str, floa
     )
 
 
-def _timed(work: Callable[[], Any], units: int) -> Measured:
+def _time_work(work: Callable[[], Any], units: int) -> Measured:
     """Return the seconds per unit of `work`, one call of which does `units` units."""
     import torch
 
@@ -222,7 +222,7 @@ def _timed(work: Callable[[], Any], units: int) -> Measured:
     return Measured(statistics.median(kept), min(kept), max(kept), units)
 
 
-def lines(table: Mapping[str, Measured]) -> list[str]:
+def table_lines(table: Mapping[str, Measured]) -> list[str]:
     """Return the table for the terminal."""
     head = f"{'stage':<10}{'unit':<8}{'units':>6}{'seconds/unit':>14}{'fastest':>12}{'slowest':>12}"
     return [head] + [
@@ -231,7 +231,7 @@ def lines(table: Mapping[str, Measured]) -> list[str]:
     ]
 
 
-def snippet(table: Mapping[str, Measured], pool: str, composed: Composed) -> str:
+def seconds_yaml(table: Mapping[str, Measured], pool: str, composed: Composed) -> str:
     """Return YAML that replaces the `seconds:` line of the hardware profile."""
     choices = composed.choices
     source = (

@@ -54,7 +54,7 @@ class Finding:
     text: str
 
 
-def _judged(subject: str, fine: bool, text: str, note: str) -> Finding:
+def _ok_or_warning(subject: str, fine: bool, text: str, note: str) -> Finding:
     """Return `text` as ok, or as a warning with a note."""
     return Finding(subject, "ok", text) if fine else Finding(subject, "warning", text + note)
 
@@ -85,7 +85,7 @@ def torch_and_devices() -> Iterator[Finding]:
     )
     own, gpus = accelerator.device_kind(), accelerator.device_count()
     if not gpus and (cuda := _driver_cuda()) is not None:
-        yield _misfit(cuda, torch.__version__, torch.version.cuda)
+        yield _explain_unseen_gpu(cuda, torch.__version__, torch.version.cuda)
     elif not gpus:
         yield Finding(
             "devices",
@@ -97,7 +97,7 @@ def torch_and_devices() -> Iterator[Finding]:
         name, memory = module.get_device_name(index), module.mem_get_info(index)
         free, total = (value / _GIB for value in memory)
         said = f"{name}, {free:.0f} of {total:.0f} GiB free"
-        yield _judged(f"gpu {index}", free > 0.8 * total, said, "; another process uses it")
+        yield _ok_or_warning(f"gpu {index}", free > 0.8 * total, said, "; another process uses it")
     backend = torch.distributed.get_default_backend_for_device(own)
     if gpus and not torch.distributed.is_backend_available(backend):
         yield Finding(
@@ -117,7 +117,7 @@ def _driver_cuda() -> str | None:
     return found and found[1]
 
 
-def _misfit(driver: str, version: str, built: str | None) -> Finding:
+def _explain_unseen_gpu(driver: str, version: str, built: str | None) -> Finding:
     """Return what to do when there is a driver, and torch sees no GPU.
 
     A driver runs every build for its own major CUDA version or an older one.
@@ -137,14 +137,16 @@ def _misfit(driver: str, version: str, built: str | None) -> Finding:
     )
 
 
-def memory() -> Iterator[Finding]:
+def check_memory() -> Iterator[Finding]:
     """Available host memory and shared memory."""
     available = psutil.virtual_memory().available / _GIB
     note = f"; the first run wants {MIN_MEMORY_GIB:.0f}"
-    yield _judged("memory", available >= MIN_MEMORY_GIB, f"{available:.1f} GiB available", note)
+    yield _ok_or_warning(
+        "memory", available >= MIN_MEMORY_GIB, f"{available:.1f} GiB available", note
+    )
 
 
-def disk() -> Iterator[Finding]:
+def check_disk() -> Iterator[Finding]:
     """Room for runs, and permission to write them."""
     here = Path.cwd()
     free = shutil.disk_usage(here).free / _GIB
@@ -156,10 +158,10 @@ def disk() -> Iterator[Finding]:
         )
     else:
         note = f"; runs of large models need {MIN_DISK_GIB:.0f}"
-        yield _judged("disk", free >= MIN_DISK_GIB, f"{free:.1f} GiB free in {here}", note)
+        yield _ok_or_warning("disk", free >= MIN_DISK_GIB, f"{free:.1f} GiB free in {here}", note)
 
 
-def needs(words: Sequence[str]) -> Iterator[Finding]:
+def check_needs(words: Sequence[str]) -> Iterator[Finding]:
     """What the run of a command line lacks here, GPUs first."""
     from digenrl.launchers import missing
 
@@ -175,8 +177,8 @@ def needs(words: Sequence[str]) -> Iterator[Finding]:
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     python_version,
     torch_and_devices,
-    memory,
-    disk,
+    check_memory,
+    check_disk,
 )
 
 
@@ -185,7 +187,7 @@ def main(words: Sequence[str] = ()) -> int:
     if wants_help(words):
         show_page(command_help(__doc__))
         return 0
-    checks = (partial(needs, words),) if words else CHECKS
+    checks = (partial(check_needs, words),) if words else CHECKS
     findings = [finding for check in checks for finding in check()]
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for finding in findings:

@@ -20,8 +20,8 @@ from typing import Any
 from digenrl import config as configuration
 from digenrl.config.help import Arguments, own_command
 from digenrl.config.words import shell_word
-from digenrl.extensions.tools.downloads import IGNORED, Download, downloads
-from digenrl.extensions.tools.published import SETS, check
+from digenrl.extensions.tools.downloads import IGNORED, Download, find_downloads
+from digenrl.extensions.tools.published import SETS, check_files
 
 _GB = 1e9
 
@@ -38,15 +38,15 @@ class FetchKeys(Arguments):
 def main(words: Sequence[str]) -> int:
     """Exit code: 0; 2 when the configuration does not fit, or something cannot be fetched."""
     given = ["list=true" if word == "--list" else word for word in words]
-    return own_command(FetchKeys, __doc__, given, _fetch, others=True)
+    return own_command(FetchKeys, __doc__, given, _fetch_needed, others=True)
 
 
-def _fetch(request: FetchKeys, words: list[str]) -> None:
+def _fetch_needed(request: FetchKeys, words: list[str]) -> None:
     from huggingface_hub import constants
 
     if request.prompts not in (None, *SETS):
         raise ValueError(f"prompts = {request.prompts}: no such set; there are {', '.join(SETS)}.")
-    wanted, elsewhere = downloads(configuration.load(words).settings)
+    wanted, elsewhere = find_downloads(configuration.load(words).settings)
     for line in elsewhere:
         print(f"not from the hub: {line}", file=sys.stderr)
     if request.list:
@@ -62,14 +62,14 @@ def _fetch(request: FetchKeys, words: list[str]) -> None:
             "HF_HUB_OFFLINE is set: unset it to download, or take list=true, which prints the "
             "commands for another machine."
         )
-    _require_room(sum(_announce(each) for each in wanted))
-    settings = [_download(each) for each in wanted]
+    _require_room(sum(_announce_download(each) for each in wanted))
+    settings = [_download_files(each) for each in wanted]
     if request.prompts is not None:
-        settings.append(_prompts(request.prompts))
+        settings.append(_download_prompts(request.prompts))
     print(" ".join(filter(None, settings)) or "Everything is here.")
 
 
-def _announce(wanted: Download) -> int:
+def _announce_download(wanted: Download) -> int:
     """Say the size and the licence of a download; return the bytes that are not here yet.
 
     A cached file of another size than the hub's is removed.
@@ -79,7 +79,7 @@ def _announce(wanted: Download) -> int:
 
     try:
         info = HfApi().model_info(wanted.repository, files_metadata=True)
-        files: Any = snapshot_download(wanted.repository, **_chosen(wanted), dry_run=True)
+        files: Any = snapshot_download(wanted.repository, **_file_patterns(wanted), dry_run=True)
     except GatedRepoError as error:
         raise ValueError(
             f"{wanted.key} = {wanted.repository} is gated: accept its licence at {wanted.page}, "
@@ -113,7 +113,7 @@ def _announce(wanted: Download) -> int:
     return missing
 
 
-def _chosen(wanted: Download) -> dict[str, Any]:
+def _file_patterns(wanted: Download) -> dict[str, Any]:
     return {"allow_patterns": list(wanted.files), "ignore_patterns": list(IGNORED)}
 
 
@@ -142,15 +142,15 @@ def _require_room(missing: int) -> None:
         )
 
 
-def _download(wanted: Download) -> str:
+def _download_files(wanted: Download) -> str:
     """Download; return the setting that names the file, if the configuration does not name it."""
     from huggingface_hub import snapshot_download
 
-    folder = Path(snapshot_download(wanted.repository, **_chosen(wanted)))
+    folder = Path(snapshot_download(wanted.repository, **_file_patterns(wanted)))
     return shell_word(wanted.key, folder / wanted.files[0]) if wanted.to_set else ""
 
 
-def _prompts(name: str) -> str:
+def _download_prompts(name: str) -> str:
     """Download the files of a published prompt set that are not here; return its settings."""
     folder = Path("prompts") / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -159,6 +159,6 @@ def _prompts(name: str) -> str:
             part = folder / f"{source.name}.part"
             urllib.request.urlretrieve(source.address, part)
             part.replace(folder / source.name)
-    *about, settings = check(SETS[name], folder)
+    *about, settings = check_files(SETS[name], folder)
     print("\n".join(about), file=sys.stderr)
     return settings

@@ -38,7 +38,7 @@ def main(words: Sequence[str]) -> int:
     lines = [f"{group:<24}{', '.join(names)}" for group, names in options.items()]
     if asked:
         lines = [
-            f"{group}={name:<26} {first_sentence(_file(directories, group, name))}"
+            f"{group}={name:<26} {first_sentence(_option_file(directories, group, name))}"
             for group in asked
             for name in options[group]
         ]
@@ -46,7 +46,7 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _file(directories: Sequence[Path], group: str, name: str) -> Path:
+def _option_file(directories: Sequence[Path], group: str, name: str) -> Path:
     paths = (directory / group / f"{name}.yaml" for directory in directories)
     return next(path for path in paths if path.is_file())
 

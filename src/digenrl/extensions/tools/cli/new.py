@@ -56,15 +56,15 @@ def main(arguments: Sequence[str]) -> int:
     words = [f"{key}={word}" for key, word in zip(keys, bare, strict=False)] + [*bare[len(keys) :]]
     words += [word for word in arguments if word not in bare]
 
-    def work(request: NewKeys, _: list[str]) -> None:
-        for path in write(request):
+    def run_request(request: NewKeys, _: list[str]) -> None:
+        for path in write_skeletons(request):
             print(path, file=sys.stderr)
         print(KINDS[request.kind].format(name=request.name, configs="configs"))
 
-    return own_command(NewKeys, __doc__, words, work)
+    return own_command(NewKeys, __doc__, words, run_request)
 
 
-def write(request: NewKeys) -> list[Path]:
+def write_skeletons(request: NewKeys) -> list[Path]:
     """Writes the files; returns their paths.
 
     Raises:

@@ -44,7 +44,7 @@ class VoteKeys(Arguments):
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return the exit code: 0, or 2 if no page is served for the run."""
 
-    def work(request: VoteKeys, _: list[str]) -> None:
+    def run_request(request: VoteKeys, _: list[str]) -> None:
         require_own(request.run)
         a_step, steps = votes_wanted(request.run)
         if not a_step:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         if here and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
             open_page(request.run / FOLDER, address)
 
-    return own_command(VoteKeys, __doc__, arguments, work)
+    return own_command(VoteKeys, __doc__, arguments, run_request)
 
 
 def page_address(run: Path) -> tuple[str, str]:
