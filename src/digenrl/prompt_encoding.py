@@ -73,7 +73,7 @@ def fill_prompt_store(
     worth one.
 
     Args:
-        progress: as in `PromptStore.store_conditioning`.
+        progress: as in `PromptStore.add_wordings`.
 
     Raises:
         OSError: the store cannot be written; the policy reads what it has.
@@ -115,18 +115,18 @@ def store_conditioning(
     device: torch.device,
     progress: Callable[[], None] = lambda: None,
 ) -> tuple[int, int]:
-    """Put the conditioning of all `prompts` into the store under `root`. The codec's `encode_run_prompts` then
-    reads from the store, also if not all of it could be written.
+    """Put the conditioning of all `prompts` into the store under `root`. The codec's
+    `encode` then reads from the store, also if not all of it could be written.
 
     Encoders with other weights, dtype, length, libraries or kind of device have another store. They
     are moved to `device` at most once, and then leave memory. `progress` is called as in
-    `PromptStore.store_conditioning`.
+    `PromptStore.add_wordings`.
 
     Returns:
         (wordings, wordings that this process has encoded).
 
     Raises:
-        ValueError: as `Codec.encode_run_prompts`.
+        ValueError: as `Codec.encode`.
         OSError: the store cannot be written.
     """
     files = pretrained.component_files(codec.path, *codec.encoders)

@@ -1,7 +1,7 @@
 """Assembly of one rank from a configuration: policy, rewards, engine, LightningModule, Strategy,
 Trainer.
 
-Every rank of every role runs `build` and then `trainer.fit`; the Strategy makes the difference
+Every rank of every role runs `build_rank` and then `trainer.fit`; the Strategy makes the difference
 between roles. Parts that a reader can skip are in `parts.py`.
 """
 
@@ -45,7 +45,7 @@ from digenrl.types import StepGivenUp
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank, ready to `fit`."""
+    """One rank, ready for `fit_rank`."""
 
     trainer: pl.Trainer
     module: pl.LightningModule

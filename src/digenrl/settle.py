@@ -47,7 +47,7 @@ def settle_run(composed: Composed, advisor: Advisor, processes: int | None = Non
             many there are.
 
     Raises:
-        ValueError: as `allocation` and `with_allocation`.
+        ValueError: as `allocated_ranks` and `with_allocation`.
     """
     composed = advisor.choose_schedule(with_task_size(composed, advisor), processes)
     return with_allocation(composed, *allocated_ranks(composed.settings, processes), advisor)

@@ -86,7 +86,7 @@ def test_too_little_address_space_is_said(tmp_path: Path) -> None:
 def test_ctrl_c_before_a_command_has_begun_ends_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("digenrl.cli.main.commands", lambda: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("digenrl.cli.main.all_commands", lambda: signal.raise_signal(signal.SIGINT))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores it
     try:
         assert exit_code(["train"]) == 128 + signal.SIGINT

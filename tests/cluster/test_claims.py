@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from digenrl.cluster.claims import StoredClaims, announce, note_version, work_of
+from digenrl.cluster.claims import StoredClaims, announce_work, note_version, work_of
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.store import StoreClient, StoreServer
@@ -222,7 +222,7 @@ def test_what_ranks_do_is_told_to_all(store: Store) -> None:
     assert StoredClaims(launcher).newest_version() == 0
     works = {0: Work(3, 0.1 + 0.2, 4, 1, 7.25), 1: None, 2: Work(), 5: Work(1, 1e-9)}
     for rank, work in works.items():
-        announce(launcher, rank, work)
+        announce_work(launcher, rank, work)
     assert work_of(launcher, range(3)) == {rank: works[rank] for rank in range(3)}
     for rank in (5, 6):
         launcher.add_joined_rank(rank)

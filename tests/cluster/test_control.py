@@ -128,10 +128,12 @@ def test_an_answer_that_nobody_has_read_is_not_the_next_calls(
     store = controls[1].store
     store.set("a", "old")
     receive = store._frames.receive_frame
-    monkeypatch.setattr(store._frames, "receive", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        store._frames, "receive_frame", lambda: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         store.set("a", "new")
-    monkeypatch.setattr(store._frames, "receive", receive)
+    monkeypatch.setattr(store._frames, "receive_frame", receive)
     with pytest.raises(StoreLost, match="does not answer any more"):
         store.get("a")
 

@@ -16,7 +16,7 @@ from digenrl.launchers.job import NotStarted, prepare_job
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Let this machine have neither GPUs nor any weights."""
-    monkeypatch.setattr(devices, "found", lambda: ())
+    monkeypatch.setattr(devices, "usable_gpus", lambda: ())
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
 

@@ -57,7 +57,7 @@ def test_facts_are_those_of_the_adapter(family: str) -> None:
     )
     assert known.latents.side == codec.vae_stride
     assert known.latents.channels == codec.channels
-    if (grid := getattr(codec, "_grid", None)) is None:
+    if (grid := getattr(codec, "_grid_shape", None)) is None:
         assert known.latents.frames == (codec.temporal_stride or known.latents.frames)
     else:  # 8 k + 1 and 17 k + 5 frames
         for frames in range(73, 1000, 8 * 17):

@@ -54,7 +54,9 @@ def shapes(policy: DiffusersPolicy) -> dict[str, tuple[int, ...]]:
 def rows_of_both_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose a row is depends on values."""
     monkeypatch.setattr(
-        Experts, "high", lambda self, timesteps: [row % 2 == 0 for row in range(len(timesteps))]
+        Experts,
+        "high_noise_rows",
+        lambda self, timesteps: [row % 2 == 0 for row in range(len(timesteps))],
     )
 
 

@@ -57,7 +57,7 @@ def test_a_forward_that_is_made_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -
         once(engine, generation)
         return once(engine, generation)
 
-    monkeypatch.setattr(RolloutEngine, "advance", twice)
+    monkeypatch.setattr(RolloutEngine, "take_step", twice)
     found = flops.ratio("wan21_flowgrpo")
     assert found.generated == pytest.approx(2.0)
     assert found.repeated > 0

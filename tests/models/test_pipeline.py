@@ -142,7 +142,7 @@ def test_a_network_without_values_is_filled_and_no_other(
     policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(pipeline.deferred, "fill", lambda *given: filled.append(given))
+    monkeypatch.setattr(pipeline.deferred, "fill_parameters", lambda *given: filled.append(given))
     device = torch.device("cpu")
     policy.fill(device)
     assert filled == []
@@ -195,7 +195,7 @@ def test_the_blocks_and_no_more_are_quantized_if_the_library_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(pipeline.quantized, "quantize", lambda *given: asked.append(given))
+    monkeypatch.setattr(pipeline.quantized, "quantize_blocks", lambda *given: asked.append(given))
     monkeypatch.setattr(pipeline.quantized, "require_library", lambda *given: asked.append(given))
     made = make("flux", quantize="nf4")
     ((blocks, kind),) = asked
@@ -346,7 +346,9 @@ def test_encoders_are_on_the_device_while_they_encode(
     assert not {"_pipeline", "_vae"} & vars(policy.codec).keys()
     emptied: list[int] = []
     for devices in (0, 1):
-        monkeypatch.setattr(pipeline_codec.accelerator, "count", lambda devices=devices: devices)
+        monkeypatch.setattr(
+            pipeline_codec.accelerator, "device_count", lambda devices=devices: devices
+        )
         monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: emptied.append(1))
         policy.codec.release_encoders()
         assert len(emptied) == devices

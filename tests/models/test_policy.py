@@ -338,7 +338,9 @@ def test_blocks_are_recomputed_in_the_trained_network_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(module.checkpointing, "enable", lambda *given: asked.append(given))
+    monkeypatch.setattr(
+        module.checkpointing, "enable_recompute", lambda *given: asked.append(given)
+    )
     policy = Plain(keep_reference=True, gradient_checkpointing="products")
     own = list(policy.transformer.blocks)  # type: ignore[arg-type]
     assert asked == [(policy.transformer, own, parse_recompute("products"))]

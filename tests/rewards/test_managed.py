@@ -103,8 +103,8 @@ def test_a_process_that_keeps_dying_ends_the_run() -> None:
 
 
 def test_a_process_takes_the_last_gpus_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(managed.accelerator, "count", lambda: 4)
-    monkeypatch.setattr(managed.accelerator, "current", lambda: torch.device("cuda", 1))
+    monkeypatch.setattr(managed.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(managed.accelerator, "current_device", lambda: torch.device("cuda", 1))
     two, one = (ManagedScorer({"_target_": "x", "device": "auto"}) for _ in "ab")
     held: list[int] = []
     assert two._take_free_gpus(managed._lock_folder(), held) == [3]

@@ -227,7 +227,7 @@ def test_closing_waits_for_no_place_in_a_full_queue(gated):
 def test_a_scorers_thread_works_on_its_ranks_device_and_on_a_stream_of_its_own(monkeypatch):
     used = []
     device = torch.device("cuda", 1)
-    monkeypatch.setattr("digenrl.accelerator.current", lambda: device)
+    monkeypatch.setattr("digenrl.accelerator.current_device", lambda: device)
     monkeypatch.setattr(torch, "Stream", lambda device: ("stream", device))
     monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
     monkeypatch.setattr(torch.accelerator, "set_stream", used.append)

@@ -422,8 +422,8 @@ def test_a_scorer_is_known_by_its_name_and_the_digest_of_its_weights():
 
 def test_a_device_without_a_number_is_the_ranks_own(monkeypatch):
     here = torch.device("cuda", 3)
-    monkeypatch.setattr(protocol.accelerator, "kind", lambda: "cuda")
-    monkeypatch.setattr(protocol.accelerator, "current", lambda: here)
+    monkeypatch.setattr(protocol.accelerator, "device_kind", lambda: "cuda")
+    monkeypatch.setattr(protocol.accelerator, "current_device", lambda: here)
     monkeypatch.setattr(protocol.accelerator, "is_own", lambda device: device.type == "cuda")
     found = {name: protocol.resolve_device(name) for name in ("auto", "cuda", "cuda:0", "cpu")}
     assert found == {

@@ -242,7 +242,7 @@ def test_an_evaluation_is_compared_with_the_base_model_where_there_is_one(
 
     engine = engine_of()
     monkeypatch.setattr(type(engine.policy.adapter), "has_reference", reference)
-    monkeypatch.setattr(divergence, "divergence", measure)
+    monkeypatch.setattr(divergence, "measure_divergence", measure)
     drawn = FixedSamples((SEVEN, ONE), 2, 9, 1, 1, 4).draw_pieces(engine, [0])
     if compared:
         ((policy, batches, grid, _),) = measured

@@ -335,8 +335,8 @@ def test_other_bytes_than_were_written_are_no_checkpoint(
             path.write_bytes(path.read_bytes()[:-1] + b"?")
         return facts
 
-    monkeypatch.setattr(storage, "described", flips)
-    monkeypatch.setattr(module, "described", flips)
+    monkeypatch.setattr(storage, "flush_and_describe", flips)
+    monkeypatch.setattr(module, "flush_and_describe", flips)
     with pytest.raises(OSError, match="other bytes were read back than were written") as error:
         saved(tmp_path, 2, 2.0)
     assert error.value.errno == errno.EIO
@@ -570,7 +570,7 @@ class _Alone(SingleDeviceStrategy):
 
     stop, full, state = "", False, TrainerState()
     parts = SimpleNamespace(
-        shares=SimpleNamespace(state=lambda version: {}),
+        shares=SimpleNamespace(checkpoint_state=lambda version: {}),
         checkpoints=SimpleNamespace(
             writing=SimpleNamespace(future=SimpleNamespace(done=lambda: True))
         ),

@@ -106,7 +106,7 @@ def test_digests_are_compared_where_the_trainers_collectives_are(
     monkeypatch: pytest.MonkeyPatch, backend: str, device: str
 ) -> None:
     seen: list[Tensor] = []
-    monkeypatch.setattr(gradients.accelerator, "kind", lambda: "meta")
+    monkeypatch.setattr(gradients.accelerator, "device_kind", lambda: "meta")
     monkeypatch.setattr(dist, "get_default_backend_for_device", lambda kind: "nccl")
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
     monkeypatch.setattr(dist, "all_gather", lambda everyone, mine: seen.extend([*everyone, mine]))

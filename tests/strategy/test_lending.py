@@ -220,8 +220,8 @@ def test_a_loan_is_of_the_step_and_the_update_that_wait_for_it(
 ) -> None:
     trainer, lent = Trainer(store, tmp_path), list[tuple[int, int]]()
     waits = iter([None, None, (1,)])
-    monkeypatch.setattr(trainer.lending, "_wait", lambda *_: next(waits))
-    monkeypatch.setattr(trainer.lending, "_lend", lambda *step: lent.append(step))
+    monkeypatch.setattr(trainer.lending, "_wait_for_move", lambda *_: next(waits))
+    monkeypatch.setattr(trainer.lending, "_lend_one_task", lambda *step: lent.append(step))
     assert trainer.lending.wait_for_fragment(trainer.board, 1, [(1,)]) == (1,)
     assert lent == [(0, 1)] * 2
 
@@ -350,11 +350,11 @@ def test_sharded_trainers_vote_before_each_choice_and_lend_for_the_step_and_the_
 ) -> None:
     trainer, done = Trainer(store, tmp_path, roles=Roles(2, 1, lockstep=True)), list[Any]()
     lending, waits = trainer.lending, iter([None, (1,)])
-    monkeypatch.setattr(lending, "_wait", lambda *_: next(waits))
-    monkeypatch.setattr(lending, "_lend", lambda *step: done.append(step))
+    monkeypatch.setattr(lending, "_wait_for_move", lambda *_: next(waits))
+    monkeypatch.setattr(lending, "_lend_one_task", lambda *step: done.append(step))
     monkeypatch.setattr(lending, "_wait_for_cells", lambda _, fragment: done.append(fragment))
-    monkeypatch.setattr(lending._stop_vote, "begin", done.append)
-    monkeypatch.setattr(lending._agreement, "choose", lambda own: done.append(own) or own)
+    monkeypatch.setattr(lending._stop_vote, "begin_piece", done.append)
+    monkeypatch.setattr(lending._agreement, "agree_on_choice", lambda own: done.append(own) or own)
     assert lending.wait_for_fragment(trainer.board, 1, [(0,), (1,)]) == (1,)
     vote = trainer.inbox.receive_message
     assert done == [vote, -1, (0, 1), vote, 1, (1,)]
@@ -371,8 +371,10 @@ def test_a_waiting_trainer_looks_at_everything_in_its_order_and_waits_for_a_mess
     ]  # fmt: skip
     for part, name in parts:
         monkeypatch.setattr(part, name, lambda *_, name=name: done.append(name))
-    monkeypatch.setattr(lending, "_move", lambda *_: done.append("move") or next(moves))
-    monkeypatch.setattr(lending._inbox, "receive", lambda seconds: done.append(str(seconds)))
+    monkeypatch.setattr(lending, "_next_move", lambda *_: done.append("move") or next(moves))
+    monkeypatch.setattr(
+        lending._inbox, "receive_message", lambda seconds: done.append(str(seconds))
+    )
     assert lending._wait_for_move(trainer.board, 0, [(0,)]) is None
     looks = ["0.0", "read", "_see_losses", "_cut", "move"]
     waits_ = ["_recall", "0.2", "settle", "check"]
@@ -383,7 +385,7 @@ def test_a_loss_is_shown_to_the_policy_once(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, seen = Trainer(store, tmp_path, roles=Roles(1, 2)), list[None]()
-    monkeypatch.setattr(trainer.runner, "see", lambda: seen.append(None))
+    monkeypatch.setattr(trainer.runner, "report_other_ranks", lambda: seen.append(None))
     counts = []
     for lost in (None, 1, None, 2, None):
         if lost:
@@ -402,15 +404,15 @@ def test_a_loan_votes_as_its_trainers_do_and_its_switch_is_half_of_both_ways(
     task = trainer.plan_tasks(0)[1]
     tasks, clock = iter([task, None]), iter([1.0, 3.0, 10.0, 14.0])
     vote = lending._stop_vote
-    monkeypatch.setattr(vote, "begin", lambda: done.append("begin"))
+    monkeypatch.setattr(vote, "begin_piece", lambda: done.append("begin"))
     monkeypatch.setattr(vote, "between_steps", lambda: done.append("between"))
-    monkeypatch.setattr(runner, "claim", lambda step: done.append(step) or next(tasks))
+    monkeypatch.setattr(runner, "claim_task", lambda step: done.append(step) or next(tasks))
     monkeypatch.setattr(trainer.spans, "now", lambda: next(clock))
 
     def generate(begun: Any, stage: str, interrupt: Any) -> None:
         done.append((begun, stage, interrupt(begun)))
 
-    monkeypatch.setattr(runner, "begin", lambda task: task)
+    monkeypatch.setattr(runner, "begin_task", lambda task: task)
     monkeypatch.setattr(runner, "generate", generate)
     monkeypatch.setattr(runner, "run_discarded", lambda task, ask: done.append((task, ask(task))))
     monkeypatch.setattr(runner.scheduler, "measured", lambda *facts: done.append(facts))

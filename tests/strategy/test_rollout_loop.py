@@ -160,20 +160,26 @@ def test_a_rollout_looks_at_everything_in_its_order(
     worker, runner = life.worker, life.runner
     ends = iter([None, "1", None])
     looks = [
-        ((life.mail, "receive", None), ("receive",)),
+        ((life.mail, "receive_messages", None), ("receive",)),
         ((life.mail, "recalls", False), ("recalls", -1)),
         ((worker, "_make_task", False), ("_make_task",)),
         ((worker, "_make_evaluation_piece", False), ("_make_evaluation_piece",)),
-        ((runner, "settle", None), ("settle",)),
+        ((runner, "settle_sends", None), ("settle",)),
         ((life.mail, "wait", None), ("wait", -1)),
     ]
     monkeypatch.setattr(life.control, "get", lambda key: done.append(("get", key)) or next(ends))
-    noted(monkeypatch, done, (life.control, "check", None), *(part for part, _ in looks))
+    noted(monkeypatch, done, (life.control, "check_abort", None), *(part for part, _ in looks))
     worker.run_until_done()
     rest = [look for _, look in looks]
     assert done == [("get", "done"), ("check",), *rest, ("get", "done")]
     done.clear()
-    noted(monkeypatch, done, (runner, "withdraw", 0), (runner, "forward", 0), (runner, "settle", 0))
+    noted(
+        monkeypatch,
+        done,
+        (runner, "stop_taking_tasks", 0),
+        (runner, "hand_over_task", 0),
+        (runner, "settle_sends", 0),
+    )
     life.session.leave.set()
     life.mail.suspended.extend(cast(Any, ["one", "two"]))
     worker.run_until_done()
@@ -191,8 +197,8 @@ def test_a_wait_has_its_end_before_whatever_is_done_next(
     noted(
         monkeypatch, done, (life.mail, "end_wait", None), (runner, "take_over", "taken over"),
         (runner, "begin", "begun"), (runner, "generate", "made"), (runner, "score", "scored"),
-        (runner, "send", None), (runner, "takes", True), (runner, "claim", "task"),
-        (evaluating, "claim", piece), (evaluating, "make", None),
+        (runner, "send", None), (runner, "takes_next_task", True), (runner, "claim_task", "task"),
+        (evaluating, "claim_piece", piece), (evaluating, "make", None),
     )  # fmt: skip
     between = worker._between_steps
     worker._version = 4
@@ -222,13 +228,13 @@ def test_a_wait_has_its_end_before_whatever_is_done_next(
     assert worker._make_task()
     assert [name for name, *_ in done][1:4] == ["take_over", "takes", "claim"], "it is another's"
     done.clear()
-    monkeypatch.setattr(runner, "claim", lambda version: None)
+    monkeypatch.setattr(runner, "claim_task", lambda version: None)
     assert not worker._make_task()
-    monkeypatch.setattr(runner, "takes", lambda version: False)
+    monkeypatch.setattr(runner, "takes_next_task", lambda version: False)
     assert not worker._make_task()
     worker._version = -1
     assert not worker._make_task()
-    monkeypatch.setattr(evaluating, "claim", lambda version: None)
+    monkeypatch.setattr(evaluating, "claim_piece", lambda version: None)
     assert not worker._make_evaluation_piece()
     assert done == [("takes", 4)]
 
@@ -241,7 +247,7 @@ def test_who_adopts_tells_it_and_only_who_joined_asks_and_only_before_its_first_
         life = Life(store, tmp_path, rank)
         worker = life.worker
         noted(
-            monkeypatch, done, (life.mail, "_ask", None), (life.mail, "receive", None),
+            monkeypatch, done, (life.mail, "_ask_for_weights", None), (life.mail, "receive_messages", None),
             (life.runner, "announce", None),
             (worker._evaluation_worker, "adopted", None),
         )  # fmt: skip
@@ -265,8 +271,8 @@ def test_who_is_to_leave_takes_no_more_work_before_it_names_its_successor(
 ) -> None:
     life, done = Life(store, tmp_path), list[Any]()
     noted(
-        monkeypatch, done, (life.runner, "withdraw", None), (life.runner, "successor", 3),
-        (life.mail, "receive", None),
+        monkeypatch, done, (life.runner, "stop_taking_tasks", None), (life.runner, "find_successor", 3),
+        (life.mail, "receive_messages", None),
     )  # fmt: skip
     task: Any = "task"
     life.worker._version = 4
@@ -276,7 +282,7 @@ def test_who_is_to_leave_takes_no_more_work_before_it_names_its_successor(
     life.session.leave.set()
     assert life.worker._between_steps(task) == 3
     assert done == [("withdraw",), ("successor", "task", 4)]
-    monkeypatch.setattr(life.runner, "successor", lambda *_: None)
+    monkeypatch.setattr(life.runner, "find_successor", lambda *_: None)
     assert life.worker._between_steps(task) == NOBODY
 
 
@@ -291,10 +297,10 @@ def test_a_piece_looks_between_its_steps(
         before_step()
         return "pictures"
 
-    monkeypatch.setattr(FixedSamples, "draw", lambda self, *args: draw(*args))
+    monkeypatch.setattr(FixedSamples, "draw_pieces", lambda self, *args: draw(*args))
     noted(
-        monkeypatch, done, (life.spans.progress, "tick", None), (life.control, "check", None),
-        (life.mail, "receive", None),
+        monkeypatch, done, (life.spans.progress, "mark_progress", None), (life.control, "check_abort", None),
+        (life.mail, "receive_messages", None),
     )  # fmt: skip
     assert cast(Any, evaluating._draw_piece(1, life.mail.receive_messages)) == "pictures"
     assert done == [("draw", [1]), ("tick",), ("check",), ("receive",)]

@@ -398,7 +398,7 @@ def test_a_step_streams_every_fragment_of_every_update_and_leaves_the_ledger_emp
         asked.append((fragment, last))
         return plain(board, fragment, last)
 
-    monkeypatch.setattr(StepBoard, "batches", batches)
+    monkeypatch.setattr(StepBoard, "micro_batches", batches)
     vote.begin_micro_batch = lambda: asked.append("vote")  # type: ignore[method-assign]
     stream = streamed(spec, inbox, source, ledger, vote)
     assert len(stream) == 12, "6 micro-batches of each of 2 updates"

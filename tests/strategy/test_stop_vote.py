@@ -96,7 +96,7 @@ def test_a_loan_looks_at_the_store_at_most_every_twentieth_of_a_second(
     vote = StopVote(store.controls(1)[1][0], World(0, 1, 1), Progress(), False, lambda: True)
     now, looked = [0.0], list[float]()
     monkeypatch.setattr(stop_vote.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(vote, "check", lambda: looked.append(now[0]))
+    monkeypatch.setattr(vote, "check_for_stop", lambda: looked.append(now[0]))
     for now[0] in (10.0, 10.03, 10.06, 10.1, 10.12):
         vote.between_steps()
     assert looked == [10.0, 10.06, 10.12]

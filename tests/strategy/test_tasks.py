@@ -111,10 +111,10 @@ def test_others_are_looked_at_only_where_it_may_change_whether_a_task_is_taken(
     left: int, head: int, many: bool, looks: bool,
 ) -> None:  # fmt: skip
     runner, done = rollouts[0].runner, list[Any]()
-    monkeypatch.setattr(runner, "left", lambda version: left)
+    monkeypatch.setattr(runner, "unclaimed_tasks", lambda version: left)
     monkeypatch.setattr(runner.claims, "head_left", lambda version: head)
     monkeypatch.setattr(runner.scheduler, "many_left", lambda *facts: done.append(facts) or many)
-    monkeypatch.setattr(runner, "see", lambda: done.append("see"))
+    monkeypatch.setattr(runner, "report_other_ranks", lambda: done.append("see"))
     monkeypatch.setattr(runner.scheduler, "takes", lambda *facts: facts)
     monkeypatch.setattr(runner._spans, "now", lambda: 5.0)
     assert runner.takes_next_task(7) == (2, 7, left, 5.0, head)
@@ -272,7 +272,7 @@ def test_a_task_ticks_at_each_step_and_is_asked_for_after_each_of_its_own_but_th
     assert suspended.next_step == 1
     progress = receiver.spans.progress
     plain, said = progress.mark_progress, list[str]()
-    monkeypatch.setattr(progress, "tick", lambda: asked.append("tick") or plain())
+    monkeypatch.setattr(progress, "mark_progress", lambda: asked.append("tick") or plain())
     receiver.post.send = lambda *_: said.append(progress.said)  # type: ignore[method-assign]
     resume_task(receiver.runner, suspended, lambda task: asked.append("asked"))
     receiver.runner.settle_sends(wait=True)
@@ -292,7 +292,7 @@ def test_what_was_not_waited_for_is_no_wait_and_what_was_done_is_read_before_it_
     monkeypatch.setattr(spans, "now", lambda: 5.0)
     monkeypatch.setattr(engine, "score", lambda *task: done.append("score") or score(*task))
     monkeypatch.setattr(
-        spans, "read", lambda *last, **how: done.append("read") or read(*last, **how)
+        spans, "record_finished", lambda *last, **how: done.append("read") or read(*last, **how)
     )
     run_task(rollout.runner, rollout.runner.claim_task(0))
     assert done[-2:] == ["score", "read"]

@@ -237,7 +237,9 @@ def test_a_resumed_trainer_has_every_weight_moment_and_average_and_its_own_learn
     path = tmp_path / "checkpoints" / "step-000003"
     before.wait_until_written()
     waits: list[str] = []
-    before.writing = cast(Any, SimpleNamespace(result=lambda: waits.append("the one before")))
+    before.writing = cast(
+        Any, SimpleNamespace(wait_until_complete=lambda: waits.append("the one before"))
+    )
     before.begin_writing(old.content(before), path)
     own = [id(each) for each in old.parameters.values()]
     assert noted == [(path, everyone, own, "checkpoint"), "checkpoint"]
@@ -550,7 +552,7 @@ def test_rollouts_take_the_fit_loops_place_and_trainers_publish_before_all_else(
     strategy.world, begun = World(rank, 1, 2), list[Any]()
     plain: list[Any] = []
     monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: plain.append(self))
-    monkeypatch.setattr(strategy, "begin", begun.append)
+    monkeypatch.setattr(strategy, "begin_training", begun.append)
     monkeypatch.setattr(strategy, "run_rollouts", lambda: begun.append("rollouts"))
     own = pl.Callback()
     trainer = pl.Trainer(
@@ -606,11 +608,11 @@ def test_a_trainers_weights_are_shared_out_before_they_are_read_or_moved(
         return lambda *args: done.append((name, *args)) or answer
 
     monkeypatch.setattr("digenrl.strategy.shard.mesh_of", noted("mesh", "a mesh"))
-    monkeypatch.setattr("digenrl.strategy.shard.bounded", noted("bounded", "bounded"))
-    monkeypatch.setattr("digenrl.strategy.shard.shard", noted("shard"))
+    monkeypatch.setattr("digenrl.strategy.shard.with_timeout", noted("with_timeout", "bounded"))
+    monkeypatch.setattr("digenrl.strategy.shard.shard_policy", noted("shard"))
     monkeypatch.setattr(setup.engine.policy, "fill", noted("fill"))
     monkeypatch.setattr(DDPStrategy, "model_to_device", noted("moved"))
-    group = noted("context", SimpleNamespace(shared="together"))
+    group = noted("context", SimpleNamespace(share_tokens="together"))
     monkeypatch.setattr("digenrl.strategy.disaggregated.Context", group)
     strategy.model_to_device()
     policy, limit, trains = setup.engine.policy, strategy._timeout, rank == 0
@@ -711,7 +713,9 @@ def test_a_rollout_waits_for_the_trainers_says_that_it_joined_and_sends_all_befo
     strategy.runtime = cast(Any, "runtime")
     strategy.control.set("first_step", "7")
     strategy.parts = cast(Any, SimpleNamespace(runner=SimpleNamespace(claims="claims")))
-    monkeypatch.setattr(strategy.control, "join", lambda rank: done.append(("join", rank)))
+    monkeypatch.setattr(
+        strategy.control, "add_joined_rank", lambda rank: done.append(("join", rank))
+    )
     strategy.link.drain = lambda: done.append("drain")  # type: ignore[method-assign]
 
     class Worker:
@@ -774,7 +778,7 @@ def test_boards_ask_the_algorithm_for_what_is_left_out(store: Store, tmp_path: P
 
         return asked
 
-    learner: Any = SimpleNamespace(useful=answer(1.0), teaches=answer(2.0))
+    learner: Any = SimpleNamespace(useful_samples=answer(1.0), teaching_groups=answer(2.0))
     setup, rewards = trainer.runtime.setup, {"bright": torch.zeros(2, 2)}
     placed: list[Any] = []
     hooks: Any = SimpleNamespace(place_timesteps=lambda *args: placed.append(args) or ((),))

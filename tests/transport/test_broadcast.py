@@ -142,7 +142,7 @@ def test_a_version_that_lost_a_member_half_way_arrives_whole_as_streams(
             ranks.links[3]._leave_group()
         return taken(message)
 
-    monkeypatch.setattr(ranks.links[3], "_taken", dies)
+    monkeypatch.setattr(ranks.links[3], "_receive_bucket", dies)
     over_sockets = streams(monkeypatch)
     second, third = ranks.publish(2, 2.0), ranks.publish(3, 3.0)
     assert_whole(ranks.arrived(2), sent)

@@ -258,7 +258,7 @@ def test_trajectories_of_a_slow_line_arrive_whole(pair: Callable[..., Pair]) -> 
 def test_where_the_system_does_not_tell_the_speed_nothing_is_coded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("digenrl.transport.compress._unconfirmed", lambda sock: None)
+    monkeypatch.setattr("digenrl.transport.compress._unconfirmed_bytes", lambda sock: None)
     line, weights = CodedLine(), Message(MessageKind.WEIGHTS, {"version": 1, "digest": "x"})
     bucket = replace(weights, meta={"version": 1, "bucket": 0}, tensors={"data": noise(64, 0)})
     for message in (bucket, weights):

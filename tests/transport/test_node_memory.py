@@ -113,7 +113,7 @@ def test_who_cannot_map_gets_the_bytes(machine: Machine, monkeypatch: pytest.Mon
     def refused(*place: int) -> Tensor:
         raise PermissionError
 
-    monkeypatch.setattr(node_memory, "_mapped", refused)
+    monkeypatch.setattr(node_memory, "_map_memory", refused)
     for number in (1, 2):
         sent = machine.publish(number)
         for rank in (1, 2):
@@ -128,7 +128,7 @@ def test_small_buckets_and_other_machines_are_sent(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(node_memory, "_LEAST_BYTES", 1 << 30)
     small = Machine()
     machines = iter(("a", "b", "c"))
-    monkeypatch.setattr("digenrl.transport.lines.machine", lambda: next(machines))
+    monkeypatch.setattr("digenrl.transport.lines.machine_identity", lambda: next(machines))
     apart = Machine()
     for each in (small, apart):
         sent = each.publish(1)

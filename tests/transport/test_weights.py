@@ -268,7 +268,9 @@ def test_a_bucket_that_is_not_the_next_one_is_refused_when_it_comes(wrong: str) 
 def test_all_ways_of_taking_part_gather_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """With shards each gather is a collective: who gathers otherwise lets the others wait."""
     gathered: list[Tensor] = []
-    monkeypatch.setattr(module, "_whole", lambda value: gathered.append(value) or value.detach())
+    monkeypatch.setattr(
+        module, "_whole_parameter", lambda value: gathered.append(value) or value.detach()
+    )
     sent, orders = weights(), []
     for take in (
         lambda: publish(3, sent, Wire(), TO_1, lambda digest: None),

@@ -228,12 +228,12 @@ def test_weights_alone_are_digested_piece_by_piece_and_pinned_for_a_device(
         pinned.append(pin_memory)
         return plain(*shape, **how)
 
-    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch, "build_empty", empty)
     for device, kind in (
         ("cuda", MessageKind.WEIGHTS),
         ("cuda", MessageKind.CELLS),
         ("cpu", MessageKind.WEIGHTS),
     ):
-        monkeypatch.setattr(wire.accelerator, "kind", lambda device=device: device)
+        monkeypatch.setattr(wire.accelerator, "device_kind", lambda device=device: device)
         decode(reader(b"".join(encode(Message(kind, {}, {"x": torch.ones(1)})))), 1 << 20)
     assert pinned == [True, False, False]

@@ -51,8 +51,8 @@ class CommonArguments(TypedDict):
 
 
 class PolicyModule(pl.LightningModule):
-    """Base class of the algorithms. A subclass defines `cell_losses`, and `useful_samples` if it knows
-    more."""
+    """Base class of the algorithms. A subclass defines `cell_losses`, and `useful_samples` if it
+    knows more."""
 
     needs_final: ClassVar[bool] = False
     """Whether blocks must carry the clean latents `final`."""

@@ -13,8 +13,8 @@ NOTHING = -1.0
 
 
 class Meters(Metric):
-    """Sums with their counts, and peaks, until `collect_metrics`. A rank without cells need not know the
-    names.
+    """Sums with their counts, and peaks, until `collect_metrics`. A rank without cells need not
+    know the names.
 
     One torchmetrics object for all names: a metric per name would cost some sixty collectives in
     every RL step.

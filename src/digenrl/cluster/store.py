@@ -79,8 +79,8 @@ class StoreServer:
             while True:
                 request = frames.receive_frame()
                 with self._lock:
-                    # Under the same lock as `exclude_rank`: no request takes effect after that call has
-                    # returned.
+                    # Under the same lock as `exclude_rank`: no request takes effect after that call
+                    # has returned.
                     if rank in self._out:
                         return
                     answer = self._answer_request(*request)

@@ -71,7 +71,7 @@ def absolute_paths(tree: object, config_name: str) -> Iterator[tuple[str, str]]:
 def absolute_path(value: str) -> str:
     """Return `value` as an absolute path. Links and `..` in it stay.
 
-    >>> absolute("/runs/../mine")
+    >>> absolute_path("/runs/../mine")
     '/runs/../mine'
     """
     return str(Path(value).expanduser().absolute())

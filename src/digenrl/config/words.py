@@ -19,7 +19,7 @@ _LITERAL = ("hydra.run.dir", "hydra.sweep.dir")
 def quote_value(text: str) -> str:
     r"""Return `text` as a value that Hydra reads literally.
 
-    >>> print(quoted("Dropbox (Lab)"), quoted("it's"), quoted("ends with \\"))
+    >>> print(quote_value("Dropbox (Lab)"), quote_value("it's"), quote_value("ends with \\"))
     'Dropbox (Lab)' 'it\'s' 'ends with \\'
     """
     # Backslashes count only before a quote, and the closing quote is one.
@@ -31,7 +31,7 @@ def quote_value(text: str) -> str:
 def format_value(text: object) -> str:
     """Return a text as Hydra reads it, quoted only where it must be.
 
-    >>> value("/data/runs"), value("a, b")
+    >>> format_value("/data/runs"), format_value("a, b")
     ('/data/runs', "'a, b'")
     """
     plain = str(text)
@@ -41,16 +41,16 @@ def format_value(text: object) -> str:
 def format_word(key: str, held: object) -> str:
     """Return `key=value` for another process, with the value as `format_value` writes it.
 
-    >>> word("output_root", "/data/runs"), word("output_root", "/data/a,b")
+    >>> format_word("output_root", "/data/runs"), format_word("output_root", "/data/a,b")
     ('output_root=/data/runs', "output_root='/data/a,b'")
     """
     return f"{key}={format_value(held)}"
 
 
 def shell_word(key: str, held: object) -> str:
-    """Return `format_word` as a shell reads it.
+    r"""Return `format_word` as a shell reads it.
 
-    >>> pasted("output_root", "/data/runs"), pasted("data.prompts", "a b")
+    >>> shell_word("output_root", "/data/runs"), shell_word("data.prompts", "a b")
     ('output_root=/data/runs', '"data.prompts=\'a b\'"')
     """
     text = format_word(key, held)

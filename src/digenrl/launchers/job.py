@@ -245,7 +245,8 @@ def check_place(composed: Composed, place: Place | None) -> None:
         place: the scheduler's numbers for this process; None without a scheduler.
 
     Raises:
-        ValueError: as `Launcher.check_devices`, `Place.check_devices`, `Network.check_devices`, `check_machine`.
+        ValueError: as `Launcher.check_devices`, `Place.check_run`, `Network.check_listeners`,
+        `check_machine`.
     """
     if place is None:
         launcher = launcher_of(composed)

@@ -2,7 +2,7 @@
 store.
 
     this process --token--> store: what must I show? --the same configuration and code--> a new rank number
-      `- the rank: builds its model, joins (`Control.join`), asks for weights, claims like any other
+      `- the rank: builds its model, joins (`Control.add_joined_rank`), asks for weights, claims like any other
 
 This process watches the rank as a launcher watches its own ranks, and raises a counter on the store
 every second (`digenrl.cluster.members`). If the rank ends, or this process does, the run loses a

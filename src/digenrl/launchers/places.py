@@ -51,7 +51,7 @@ class Place:
         """Refuse a run with other ranks than the started processes, or without this rank's GPU.
 
         Raises:
-            ValueError: as `check_allocation`, `devices.check_run`, `devices.found`.
+            ValueError: as `check_allocation`, `devices.check_gpus`, `devices.usable_gpus`.
         """
         if not settings.hardware.emulate:
             trainers, rollouts = begins_with(settings)

@@ -34,7 +34,8 @@ def pack_latents(latents: Tensor) -> Tensor:
 
 
 def unpack_latents(tokens: Tensor, height: int, width: int) -> Tensor:
-    """Invert `pack_latents`: tokens [B, (h/2)(w/2), 4C] -> [B, C, height, width] in latent pixels."""
+    """Invert `pack_latents`: tokens [B, (h/2)(w/2), 4C] -> [B, C, height, width] in latent
+    pixels."""
     batch, _, channels = tokens.shape
     # [B, h/2, w/2, C, 2, 2] -> [B, C, h/2, 2, w/2, 2]
     patches = tokens.view(batch, height // 2, width // 2, channels // 4, 2, 2).permute(

@@ -388,7 +388,7 @@ def shorten_names(names: Sequence[str]) -> Iterator[str]:
     """Yield names with the numbers of their blocks as ranges.
 
     Example:
-        >>> list(shorten(["blocks.0.to_q", "blocks.1.to_q", "blocks.3.to_q", "out"]))
+        >>> list(shorten_names(["blocks.0.to_q", "blocks.1.to_q", "blocks.3.to_q", "out"]))
         ['blocks.{0-1,3}.to_q', 'out']
     """
     blocks: dict[tuple[str, str], list[int]] = defaultdict(list)

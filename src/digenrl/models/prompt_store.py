@@ -110,8 +110,8 @@ class PromptStore:
         return [wording for wording in wordings if not self._has_entry(wording)]
 
     def _has_entry(self, wording: Wording) -> bool:
-        """Return whether the wording's file is whole by its head. Tensors are checked by `read_condition`:
-        those of a full store are too many to read at the start of a run."""
+        """Return whether the wording's file is whole by its head. Tensors are checked by
+        `read_condition`: those of a full store are too many to read at the start of a run."""
         try:
             with safe_open(self.path_of(wording), framework="pt") as file:
                 return (file.metadata() or {}).get(_HOLDS) == self._wording_digest(wording)

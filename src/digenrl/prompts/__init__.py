@@ -188,7 +188,7 @@ def has_visible_text(text: str) -> bool:
     """Return whether a text has a character that can be seen. Spaces of any width, marks of
     direction and byte order marks cannot.
 
-    >>> shows("\u00a0\u200b\ufeff"), shows("a")
+    >>> has_visible_text("\u00a0\u200b\ufeff"), has_visible_text("a")
     (False, True)
     """
     return any(not (each.isspace() or unicodedata.category(each) in _UNSEEN) for each in text)

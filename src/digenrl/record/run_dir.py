@@ -220,9 +220,9 @@ def _stays_inside(folder: Path, path: Path, target: str) -> bool:
 
 
 def printable_text(text: str) -> str:
-    """Return `text` without control characters, so that a terminal shows it and obeys nothing.
+    r"""Return `text` without control characters, so that a terminal shows it and obeys nothing.
 
-    >>> printable("a\x1b]0;b\nc")
+    >>> printable_text("a\x1b]0;b\nc")
     'a\\x1b]0;b\\nc'
     """
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

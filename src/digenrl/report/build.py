@@ -31,7 +31,8 @@ from digenrl.report.summary_record import Summary
 def finish_report(
     run_dir: str | os.PathLike[str], status: str, cause: str | None = None
 ) -> Summary:
-    """Call `record_end`, then `rebuild_report`. The launcher does this once, when all ranks are gone.
+    """Call `record_end`, then `rebuild_report`. The launcher does this once, when all ranks are
+    gone.
 
     Args:
         run_dir: the run's directory.

@@ -139,8 +139,8 @@ def lines_of(path: Path, refused: Refused) -> Iterator[tuple[int, Row]]:
 
 
 class JsonlTail:
-    """Reader of a growing JSONL file. Each call of `read_new_rows` returns the lines completed since the
-    last call."""
+    """Reader of a growing JSONL file. Each call of `read_new_rows` returns the lines completed
+    since the last call."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

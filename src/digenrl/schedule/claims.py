@@ -194,7 +194,8 @@ class Claims:
                 if number >= len(positions):
                     break
                 position = positions[number]
-                # Fails when `return_lost_tasks` gave the position back first, in the moment after the add.
+                # Fails when `return_lost_tasks` gave the position back first, in the moment after
+                # the add.
                 if self._store.replace_owner(
                     version, position, None, Owner.of_task(self._rank, 0, tasks[position])
                 ):
@@ -246,8 +247,8 @@ class Claims:
         return Claim(position, self._rank, attempt)
 
     def release_claim(self, version: int, claim: Claim) -> None:
-        """Give up this rank's task unfinished. `offer_released_tasks` offers the task again once the rank has
-        left."""
+        """Give up this rank's task unfinished. `offer_released_tasks` offers the task again once
+        the rank has left."""
         owner = self._store.task_owner(version, claim.position)
         if owner is not None and (owner.rank, owner.attempt) == (self._rank, claim.attempt):
             self._store.replace_owner(

@@ -281,8 +281,9 @@ class _Search:
         begin, now, lent, inside, loans = point
         state, done_by, tasks, needs = self.state, self._done_by, len(self._done_by), self._needs
         for fragment in range(begin, len(needs)):
-            # As `ready` and `train_fragment`, without a point for every fragment: most time is spent here.
-            # I6: a ready fragment leaves no wait, so nothing is lent before it is trained.
+            # As `ready_at` and `train_fragment`, without a point for every fragment: most time is
+            # spent here. I6: a ready fragment leaves no wait, so nothing is lent before it is
+            # trained.
             need, ready = needs[fragment], state.fragment_ready[fragment]
             own = need - inside
             if loans:
@@ -336,8 +337,8 @@ class LendingMonitor:
     """Compares predictions with what happened, and switches TAG off when its error exceeds its gain
     (I6).
 
-    Call `record_loan` with the first loan of each RL step: the prediction of that loan spans the whole
-    step.
+    Call `record_loan` with the first loan of each RL step: the prediction of that loan spans the
+    whole step.
     """
 
     patience: int = 3

@@ -113,7 +113,7 @@ class DirectoryCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Write one checkpoint, alone. Raises: see `Writing.result`."""
+        """Write one checkpoint, alone. Raises: see `Writing.wait_until_complete`."""
         self.begin_writing(checkpoint, Path(path)).wait_until_complete()
 
     def begin_writing(

@@ -346,8 +346,8 @@ class DisaggregatedStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Begin to write; `wait_for_checkpoint` reports the result. Raises: see `wait_for_checkpoint`, of the checkpoint
-        before."""
+        """Begin to write; `wait_for_checkpoint` reports the result. Raises: see
+        `wait_for_checkpoint`, of the checkpoint before."""
         self.parts.checkpoints.begin_writing(checkpoint, Path(filepath))
 
     def wait_for_checkpoint(self) -> None:

@@ -275,8 +275,8 @@ class TaskRunner:
         return scored
 
     def send_results(self, made: Made, scored: Future[Trajectory]) -> None:
-        """Send cells and rewards to every trainer as soon as they are scored. `settle_sends` tells what
-        went wrong."""
+        """Send cells and rewards to every trainer as soon as they are scored. `settle_sends` tells
+        what went wrong."""
         if made.whole:
             # Only whole tasks: a part of one would look like a fast rank. The newest weighs half.
             self._task_seconds = 0.5 * (made.seconds + (self._task_seconds or made.seconds))

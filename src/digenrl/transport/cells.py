@@ -7,7 +7,7 @@ rank.
                                                             StepBoard.batches(fragment) --> TrainBatch, ...
 
 Every trainer gets the rewards of every task, and the cells that it owns. A fragment waits until all
-tasks of its groups have arrived. The last `add` completes it.
+tasks of its groups have arrived. The last `add_part` completes it.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ class PeerLine:
         return message
 
     def note_written(self, message: Message, sock: socket.socket) -> None:
-        """Note that `message`, an answer of `prepare_outgoing`, was written to `sock`, where the peer's
-        `accept_incoming` may answer."""
+        """Note that `message`, an answer of `prepare_outgoing`, was written to `sock`, where the
+        peer's `accept_incoming` may answer."""
 
     def accept_incoming(self, message: Message, sock: socket.socket) -> Message | None:
         """Return what is delivered in place of the `message` received from `sock`, perhaps later;

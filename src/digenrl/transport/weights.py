@@ -105,7 +105,8 @@ def layout_digest(parameters: Mapping[str, Tensor]) -> str:
 
 
 def plan_buckets(parameters: Mapping[str, Tensor]) -> list[Bucket]:
-    """Return which parameters are sent together. The plan depends only on what `layout_digest` covers.
+    """Return which parameters are sent together. The plan depends only on what `layout_digest`
+    covers.
 
     A bucket is filled up to a power of two. torch allocates pinned memory in such sizes, so the
     next version can reuse the blocks of the one before.
@@ -173,7 +174,8 @@ def publish(
     """Copy `parameters` and send them as version `number`.
 
     When this returns, the copy is complete. Later optimizer steps cannot change it, however slow
-    the link is. With sharded parameters this is a collective: every other trainer calls `compute_digest`.
+    the link is. With sharded parameters this is a collective: every other trainer calls
+    `compute_digest`.
 
     Args:
         routes: rank that gets the version from here -> ranks to which it passes the version on.

@@ -408,7 +408,7 @@ def test_every_eighth_of_the_gpus_is_tried_where_nothing_fits_around_the_balance
         asked.append((base.spec.task_size, numbers))
         return []
 
-    monkeypatch.setattr(enumeration, "_allocations", none)
+    monkeypatch.setattr(enumeration, "_split_candidates", none)
     for gpus, numbers in ((4, {1, 2, 3}), (16, {2, 4, 6, 8, 10, 12, 14})):
         costing = Costing(WORK, Hardware((replace(POOL, count=gpus),)))
         assert not list(enumeration.disaggregated_candidates(costing, 0))
@@ -427,7 +427,9 @@ def test_splits_without_odd_blocks_are_tried_where_blocks_are_few(
     spec = base.spec
     blocks = spec.groups_per_update * spec.tasks_per_portion * spec.blocks_per_task
     for balance, few in ((blocks / 16, False), (blocks / 16 + 0.01, True)):
-        monkeypatch.setattr(enumeration, "_balance", lambda *words, balance=balance: balance)
+        monkeypatch.setattr(
+            enumeration, "_balanced_trainers", lambda *words, balance=balance: balance
+        )
         assert (len(enumeration._around_balance(costing, base)) > 5) == few
 
 
@@ -438,7 +440,7 @@ def test_the_fastest_steps_per_forward_that_fit_are_taken(
     """Launches are paid once a forward, so that here more steps are always faster."""
     costing = Costing(replace(WORK, height=128, width=128), Hardware((POOL,)))
     misfits = {k: ["trainer on p needs more"] if k > fits else ["rollout"] for k in range(1, 6)}
-    monkeypatch.setattr(Costing, "misfits", lambda self, trial: misfits[trial.spec.tsp_batch])
+    monkeypatch.setattr(Costing, "find_misfits", lambda self, trial: misfits[trial.spec.tsp_batch])
     found = advice._steps_that_fit(costing, costing.make_candidate(1, 7, recompute=Recompute()))
     assert (found and found.spec.tsp_batch) == chosen
 

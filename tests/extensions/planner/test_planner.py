@@ -271,7 +271,7 @@ def test_a_sharding_is_simulated_where_its_like_leaves_it_a_chance(
             )
         return outcome
 
-    monkeypatch.setattr(planner, "evaluate", watched)
+    monkeypatch.setattr(planner, "simulate_candidate", watched)
     qwen = replace(FLUX, model="qwen_image")
     make_plan(Costing(qwen, Hardware((replace(FAST, count=2),))), fixed={"rollouts": 0})
     best: dict[str, float] = {}
@@ -598,13 +598,13 @@ def test_the_configured_run_is_simulated_rank_by_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     composed = configuration.load(["experiment=flux1_flowgrpo", "hardware=node_8xh100"])
-    monkeypatch.setattr(plan_command, "evaluate", lambda *given, **how: how)
+    monkeypatch.setattr(plan_command, "simulate_candidate", lambda *given, **how: how)
     assert as_configured(composed) == {"exact": True}
 
 
 def test_a_sweep_ends_as_its_combinations_do(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(sweeps, "sweep", lambda *given: asked.append(given) or 3)
+    monkeypatch.setattr(sweeps, "run_sweep", lambda *given: asked.append(given) or 3)
     assert main(["plan", "-m", "data.group_size=8,16"]) == 3
     assert asked == [(["-m", "data.group_size=8,16"], "plan")]
 

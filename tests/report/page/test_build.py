@@ -94,7 +94,7 @@ def test_rebuilding_changes_nothing(built: Path, monkeypatch: pytest.MonkeyPatch
         if (run.path / name).exists():
             pictures[name] = (run.path / name).read_bytes()
 
-    monkeypatch.setattr(plots, "_draw", kept)  # drawing them again takes seconds
+    monkeypatch.setattr(plots, "_draw_plot", kept)  # drawing them again takes seconds
     before = {
         name: (built / name).read_bytes() for name in ("summary.json", "trace.json", "report.html")
     }

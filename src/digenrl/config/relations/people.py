@@ -16,7 +16,7 @@ def people_rewards(reward: object, group: str = "rewards") -> dict[str, Mapping[
     """Return name -> entry of the rewards that ask people, in the group `reward` of a
     configuration.
 
-    >>> sorted(asking({"rewards": {"a": {"scorer": {"_target_": "my.Votes"}}, "b": {}}}))
+    >>> sorted(people_rewards({"rewards": {"a": {"scorer": {"_target_": "my.Votes"}}, "b": {}}}))
     ['a']
     """
     entries = reward.get(group) if isinstance(reward, Mapping) else None

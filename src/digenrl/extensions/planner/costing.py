@@ -55,7 +55,8 @@ class Costing:
     work: Workload
     hardware: Hardware
     _answers: dict[Any, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
-    """Answers of methods decorated with `_compute_once`, which get equal questions for many candidates."""
+    """Answers of methods decorated with `_compute_once`, which get equal questions for many
+    candidates."""
 
     def make_candidate(self, trainers: int, rollouts: int, **choices: Any) -> Candidate:
         """Return a candidate with these `choices`, which are fields of `Candidate` or of

@@ -83,7 +83,7 @@ class VirtualGeneration:
         members = [w for w in self.workers if math.isfinite(w.rank.step_seconds)]
         self.generators = [w for w in members if self.colocated or w.rank.role == "rollout"]
         self._left: dict[tuple[int, int], int] = {}
-        """Answers of `left`, one less for each claim since."""
+        """Answers of `unclaimed_tasks`, one less for each claim since."""
         self.made: list[tuple[int, int, int, int]] = []
         """(step, task, rank, version) of every finished task."""
         for worker in self.generators:
@@ -176,8 +176,8 @@ class VirtualGeneration:
         self._post(worker.free_at, "finish", (rank.rank, worker.token))
 
     def finish_task(self, worker: Worker, now: float) -> Task:
-        """End and return the task of `worker`. The caller says what comes next: `offer_task`, `mark_idle` or
-        `announce_work`."""
+        """End and return the task of `worker`. The caller says what comes next: `offer_task`,
+        `mark_idle` or `announce_work`."""
         assert worker.task is not None
         task = worker.task
         self.record_spans(worker, now)
@@ -189,8 +189,8 @@ class VirtualGeneration:
     # ---- deaths
 
     def stop_worker(self, worker: Worker, now: float) -> None:
-        """Stop `worker`. Its tasks stay claimed until `notice_death`, as in a run that must first detect
-        the death."""
+        """Stop `worker`. Its tasks stay claimed until `notice_death`, as in a run that must first
+        detect the death."""
         if worker.claim is not None:
             self.record_spans(worker, now)
         worker.dead = True

@@ -48,7 +48,8 @@ def find_remedy(costing: Costing, candidate: Candidate) -> str:
 
 
 def _fitting_changes(costing: Costing, candidate: Candidate) -> list[str] | None:
-    """Return the settings to name in `find_remedy`, or None if no settings make the candidate fit."""
+    """Return the settings to name in `find_remedy`, or None if no settings make the candidate
+    fit."""
     tokens = [
         (f"parallel.context={n}", {"context": n}) for n in costing.context_sizes(candidate)[-1:]
     ]
