@@ -3,22 +3,16 @@ the first ratios may reach."""
 
 from __future__ import annotations
 
-import doctest
 import math
 
 import pytest
 
-from digenrl import config, rounding
+from digenrl import config
 from digenrl.cli.extensions import choose_advisor
 from digenrl.config import Composed
 from digenrl.extensions.planner.reading import read_workload as work_of
 from digenrl.rounding import first_ratio_bound, most_steps_per_forward, replay_rounding
 from digenrl.settle import settle_run, steps_within_bound, trained_steps
-
-
-def test_the_examples_of_the_docstrings() -> None:
-    failed, tried = doctest.testmod(rounding)
-    assert (failed, tried) == (0, 4)
 
 
 @pytest.mark.parametrize(

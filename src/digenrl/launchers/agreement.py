@@ -155,7 +155,8 @@ def find_differences(first: ProcessFacts, own: ProcessFacts) -> list[str]:
 
     Example:
         >>> first = ProcessFacts("a", True, {"torch": "2.11"}, "x86_64", {"seed": 0})
-        >>> find_differences(first, ProcessFacts("b", True, {"torch": "2.10"}, "x86_64", {"seed": 7}))
+        >>> second = ProcessFacts("b", True, {"torch": "2.10"}, "x86_64", {"seed": 7})
+        >>> find_differences(first, second)
         ['torch is 2.10 (there: 2.11)', "seed = 7 (the run's: 0)"]
     """
     versions = [

@@ -51,9 +51,9 @@ def curve_sentence(entry: PublishedCurve) -> str:
     """Return one published curve beside the run, as the end table says it.
 
     Example:
-        >>> curve_sentence({"reward": "ocr", "first": 0.34, "last": 0.8, "steps": 600, "gpu_hours": None,
-        ...           "measured": "batches", "source": "MD #239", "own_first": 0.34,
-        ...           "own_last": 0.41, "own_steps": 60, "tiny": False})
+        >>> curve_sentence({"reward": "ocr", "first": 0.34, "last": 0.8, "steps": 600,
+        ...                 "gpu_hours": None, "measured": "batches", "source": "MD #239",
+        ...                 "own_first": 0.34, "own_last": 0.41, "own_steps": 60, "tiny": False})
         'ocr 0.34 → 0.8 in 600 RL steps (MD #239; batches); this run: 0.34 → 0.41 after 60'
     """
     after = _training_effort(entry)

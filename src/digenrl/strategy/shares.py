@@ -116,8 +116,8 @@ class Shares:
         return {str(step): list(shares) for step, shares in self._fixed.items() if step >= version}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Undo `checkpoint_state`: a resumed run with as many trainers places these steps as the interrupted
-        run would have."""
+        """Undo `checkpoint_state`: a resumed run with as many trainers places these steps as the
+        interrupted run would have."""
         fitting = {
             step: shares for step, shares in state.items() if len(shares) == self._world.trainers
         }
