@@ -35,7 +35,7 @@ from digenrl.extensions.planner.memory import (
     saved_bytes,
     trainer_memory,
 )
-from digenrl.extensions.planner.reading import read_workload
+from digenrl.extensions.planner.reading import workload_of
 from digenrl.facts import facts_by_family
 from digenrl.models import tiny as tiny_builds
 from digenrl.models.pipeline import DiffusersPolicy
@@ -247,7 +247,7 @@ def generate(bench: Bench, unit: Unit) -> Row:
     """Seconds of a denoising step of a task of `samples`."""
     state = bench.start(unit.samples)
     taken = _device.seconds(lambda: bench.advance(state), bench.device)
-    work = read_workload(bench.composed)
+    work = workload_of(bench.composed)
     weights = rollout_memory(work, unit.samples, encoders=False)
     forward = FRAGMENTATION * work.forward_bytes(unit.samples * work.passes)
     return {
@@ -270,7 +270,7 @@ def train(bench: Bench, unit: Unit) -> Row:
         bench.module.zero_grad(set_to_none=True)
 
     taken = _device.seconds(trained, bench.device)
-    work = read_workload(bench.composed)
+    work = workload_of(bench.composed)
     kept = parse_recompute(bench.composed.settings.tree.model.gradient_checkpointing)
     rows = unit.samples * unit.steps * work.passes
     held = trainer_memory(work, 1, unit.samples, unit.steps, kept, generates=False, lends=False)
@@ -318,7 +318,7 @@ def decode(bench: Bench, unit: Unit) -> Row:
         taken = _device.seconds(lambda: policy.codec.decode(latents), bench.device)
     return {
         "seconds": taken,
-        "tokens": read_workload(bench.composed).tokens,
+        "tokens": workload_of(bench.composed).tokens,
         "tiling": policy.codec.vae_tiling,
     }
 

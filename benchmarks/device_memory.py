@@ -51,7 +51,7 @@ from digenrl.extensions.planner.memory import (
     trainer_memory,
     vae_bytes,
 )
-from digenrl.extensions.planner.reading import read_workload
+from digenrl.extensions.planner.reading import workload_of
 from digenrl.extensions.planner.workload import Workload, counted_models
 from digenrl.facts import Facts, facts_by_family, of_module
 from digenrl.models import pipeline_codec
@@ -208,7 +208,7 @@ def count(experiment: str) -> dict[str, Any]:
     _known(replace(facts, conditioning=shapes), model, sizes)
     with torch.device("meta"):
         network = _families.network(model)
-    side = int(math.sqrt(read_workload(known).tokens))
+    side = int(math.sqrt(workload_of(known).tokens))
     count_facts.CASES = (
         (2, side, text), (2, 2 * side, text), (2, side, 2 * text), (4, side, text)
     )  # fmt: skip
@@ -235,7 +235,7 @@ def planned(experiment: str, case: Case, trainer: bool) -> float:
     """Return the plan's bytes of a rank, without the reserve for what the device does not have. A
     rollout's are those of its forwards: the decoders here have a sixteenth of the plan's width."""
     # A tiny build reads fewer text tokens than the configuration asks for.
-    work = replace(read_workload(composed(experiment, *case.words)), most_text=None)
+    work = replace(workload_of(composed(experiment, *case.words)), most_text=None)
     if trainer:
         shards = 2 if case.sharding == "fsdp" else 1
         steps = min(case.steps, work.trained_steps)

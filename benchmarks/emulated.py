@@ -51,7 +51,7 @@ from digenrl.extensions.planner.durations import rank_durations
 from digenrl.extensions.planner.outcome import CandidateOutcome, simulate_candidate
 from digenrl.extensions.planner.plan_text import train_words
 from digenrl.extensions.planner.virtual_cluster import Cluster
-from digenrl.extensions.planner.virtual_run import simulate_steps
+from digenrl.extensions.planner.virtual_run import simulate_run
 from digenrl.schedule import place_fragment
 from digenrl.settle import trained_steps
 
@@ -230,7 +230,7 @@ def predicted_again(row: dict[str, Any], own: Overheads) -> dict[str, Any]:
 def predict(costing: Costing, candidate: Candidate, scale: float, own: Overheads) -> float:
     """Simulated seconds per emulated step."""
     cluster = emulated_cluster(costing, candidate, scale, own)
-    return simulate_steps(costing.schedule_spec(candidate), cluster, WARM_UP + STEPS).step_s
+    return simulate_run(costing.schedule_spec(candidate), cluster, WARM_UP + STEPS).step_s
 
 
 def train(run_dir: Path, time_scale: float, steps: int, words: Sequence[str]) -> float:

@@ -162,7 +162,7 @@ class EngineColocated(Published):
         """Costs with the engine, and with one gather for a micro-batch."""
         return ColocatedCosts(self.work, self.hardware)
 
-    def cluster(self, candidate: Candidate) -> Cluster:
+    def build_cluster(self, candidate: Candidate) -> Cluster:
         """The ranks with the engine's speed, and the move at each step's end."""
         cluster = super().build_cluster(candidate)
         pools = {pool.name: pool for pool in self.hardware.pools}

@@ -50,7 +50,7 @@ from benchmarks._shared import RESULTS, Report, options, require_known
 from digenrl.extensions.planner.costs import Costs
 from digenrl.extensions.planner.gpus import find_gpu
 from digenrl.extensions.planner.measured import computed_seconds
-from digenrl.extensions.planner.reading import read_workload
+from digenrl.extensions.planner.reading import workload_of
 from digenrl.facts import facts_by_family
 from digenrl.hardware import parse_hardware
 
@@ -230,7 +230,7 @@ def planned_seconds(unit: Unit, gpu: str) -> float:
         return nan
     profile = parse_hardware(settings.settings.hardware)
     pool = replace(profile.pools[0], gpu=gpu, tflops=sheet.tflops, hbm_tb_s=sheet.hbm_tb_s)
-    costs = Costs(read_workload(settings), replace(profile, pools=(pool,)))
+    costs = Costs(workload_of(settings), replace(profile, pools=(pool,)))
     return computed_seconds(costs, pool, unit.stage, unit.samples, unit.steps, unit.build.kept)
 
 

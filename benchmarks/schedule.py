@@ -33,9 +33,9 @@ from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.enumeration import fit_candidate, step_batches, task_sizes
 from digenrl.extensions.planner.outcome import CandidateOutcome, simulate_candidate
-from digenrl.extensions.planner.plan_text import recompute_cell
+from digenrl.extensions.planner.plan_text import recompute_text
 from digenrl.extensions.planner.planner import find_fastest, make_plan
-from digenrl.extensions.planner.reading import read_workload
+from digenrl.extensions.planner.reading import workload_of
 from digenrl.hardware import parse_hardware
 from digenrl.recompute import Recompute
 
@@ -87,7 +87,7 @@ def bench_of(experiment: str, hardware: str, *words: str) -> tuple[Costing, int]
         [f"experiment={experiment}", f"hardware={hardware}", *words], "plan"
     )
     settings = composed.settings
-    costing = Costing(read_workload(composed), parse_hardware(settings.hardware))
+    costing = Costing(workload_of(composed), parse_hardware(settings.hardware))
     return costing, int(settings.sampling.task_size)
 
 
@@ -236,7 +236,7 @@ def detail(report: Report, cell: Cell) -> None:
             c.spec.task_size,
             c.spec.tsp_batch,
             c.spec.gap,
-            recompute_cell(outcome),
+            recompute_text(outcome),
         )
         report.row(name, ranks, *chosen, step, share, *shaken, *against, limits(outcome))
 

@@ -23,7 +23,7 @@ from digenrl.data import load_prompts
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.enumeration import fit_candidate
 from digenrl.extensions.planner.planner import find_fastest
-from digenrl.extensions.planner.reading import read_workload
+from digenrl.extensions.planner.reading import workload_of
 from digenrl.extensions.planner.workload import Workload, counted_models
 from digenrl.hardware import parse_hardware
 
@@ -117,7 +117,7 @@ def main(words: list[str]) -> int:
     )
     experiments = experiments_counted()
     for name, composed in experiments.items():
-        work = read_workload(composed)
+        work = workload_of(composed)
         whole, less = (
             flops_of(before(work), work.prompts),
             flops_of(work, texts_per_step(composed, work)),
@@ -141,7 +141,7 @@ def main(words: list[str]) -> int:
     slowest = float("inf")
     for testbed in given["testbeds"].split(","):
         composed = configuration.load([f"experiment={SELECTING}", f"hardware={testbed}"], "plan")
-        work, hardware = read_workload(composed), parse_hardware(composed.settings.hardware)
+        work, hardware = workload_of(composed), parse_hardware(composed.settings.hardware)
         costings = [Costing(each, hardware) for each in (before(work), work)]
         bounds, steps = (
             [each.step_bound() for each in costings],
@@ -152,7 +152,7 @@ def main(words: list[str]) -> int:
             cells += [f"{without:.1f}", f"{having:.1f}", f"{without / having:.2f}"]
             slowest = min(slowest, without / having)
         report.row(testbed, *cells)
-    share = read_workload(experiments[SELECTING]).useful
+    share = workload_of(experiments[SELECTING]).useful
     report.verdict(
         share <= TRAINED and slowest >= FASTER,
         f"{SELECTING} trains {share:.3f} of its samples, at most {TRAINED:.3f} wanted; its step is "

@@ -32,16 +32,16 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 CODE = f"""
 from digenrl import config as configuration
 from digenrl.cli.extensions import ExtensionMissing, choose_advisor
-from digenrl.settle import settle
+from digenrl.settle import settle_run
 composed = configuration.load({list(WORDS)})
 advisor = choose_advisor()
-settled = settle(composed, advisor)
+settled = settle_run(composed, advisor)
 config = settled.settings
 print(config.parallel.sharding, config.schedule.auto, config.schedule.gap, config.sampling.task_size)
 print(config.model.gradient_checkpointing, settled.planned, type(advisor).__name__)
-print(advisor.advise(settled, 1, 1), advisor.memory_lines(settled, 1, 1))
+print(advisor.advise_ranks(settled, 1, 1), advisor.memory_lines(settled, 1, 1))
 def emulates():
-    advisor.advise(configuration.load(["hardware.emulate=true"]), 1, 1)
+    advisor.advise_ranks(configuration.load(["hardware.emulate=true"]), 1, 1)
 def plans():
     import digenrl
     digenrl.plan()

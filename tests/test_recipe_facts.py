@@ -324,7 +324,7 @@ def advantages(experiment: str, config: Any) -> Iterator[str]:
 def windows(experiment: str, config: Any) -> Iterator[str]:
     steps = config.sampling.steps
     rule = instantiate(config.algorithm.train_steps)
-    plans = [rule.plan(config.seed, step, steps).trained for step in range(300)]
+    plans = [rule.plan_steps(config.seed, step, steps).trained for step in range(300)]
     if experiment == "flux1_mixgrpo":
         wrong = [n for n, start in enumerate(mixgrpo_starts(steps)) if plans[n][0] != start]
         if wrong or {len(plan) for plan in plans} != {4}:
@@ -345,7 +345,7 @@ def windows(experiment: str, config: Any) -> Iterator[str]:
             drawn = list(combinations(range(stop), size))
         if set(plans) != set(drawn):
             yield f"steps {sorted(set(plans))} are drawn, in the source {drawn}"
-        if rule.plan(config.seed, 0, steps).sde != plans[0]:
+        if rule.plan_steps(config.seed, 0, steps).sde != plans[0]:
             yield "steps that are not trained have noise"
     elif experiment == "sd35_awm":  # `torch.linspace(1, int(14 x 0.9), 7).long()`
         (size,) = numbers(experiment, "algorithm.train_steps.size")
@@ -400,10 +400,10 @@ def moving_average(experiment: str, config: Any) -> Iterator[str]:
     walk = np.random.default_rng(3).normal(size=51).cumsum()
     ours = instantiate(config.algorithm.ema)
     weight = torch.nn.Parameter(torch.tensor([walk[0]]))
-    ours.begin({"w": weight})
+    ours.begin_average({"w": weight})
     for update in range(1, 51):
         weight.data.fill_(walk[update])
-        ours.update({"w": weight})
+        ours.update_average({"w": weight})
     decay, every = (
         next(found for found in numbers(experiment, f"algorithm.ema.{key}") if test(found))
         for key, test in (("decay", lambda x: x < 1), ("every", lambda x: x >= 1))

@@ -10,7 +10,7 @@ import pytest
 from digenrl import config
 from digenrl.cli.extensions import choose_advisor
 from digenrl.config import Composed
-from digenrl.extensions.planner.reading import read_workload as work_of
+from digenrl.extensions.planner.reading import workload_of as work_of
 from digenrl.rounding import first_ratio_bound, most_steps_per_forward, replay_rounding
 from digenrl.settle import settle_run, steps_within_bound, trained_steps
 

@@ -59,7 +59,7 @@ def test_swap_in_and_out_restores_bits() -> None:
     check_swap(ParameterCopy())
 
     class Aliased(ParameterCopy):
-        def follow(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+        def follow_parameters(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
             self.tensors = {name: value.detach().cpu() for name, value in parameters.items()}
 
     with pytest.raises(AssertionError):

@@ -65,14 +65,14 @@ def fit(path: Path, epochs: int, module: Module | None = None, **settings: Any) 
 def test_one_line_per_rl_step_with_what_module_and_strategy_know(tmp_path: Path) -> None:
     fit(tmp_path, 3)
     run = read_run(tmp_path)
-    assert run.column_of("rl_step")[0] == [1, 2, 3]
-    assert run.column_of("reward")[1] == [1.0, 2.0, 3.0]  # means over the epoch's three batches
-    assert run.column_of("lr")[1] == [0.125] * 3
-    assert run.column_of("samples")[1] == [96.0] * 3
+    assert run.column("rl_step")[0] == [1, 2, 3]
+    assert run.column("reward")[1] == [1.0, 2.0, 3.0]  # means over the epoch's three batches
+    assert run.column("lr")[1] == [0.125] * 3
+    assert run.column("samples")[1] == [96.0] * 3
     assert (
-        run.column_of("step_s")[1] == [2.5] * 3
+        run.column("step_s")[1] == [2.5] * 3
     )  # the strategy's figure, not the callback's stopwatch
-    assert run.column_of("first_ratio_max_dev") == ([1], [0.0])
+    assert run.column("first_ratio_max_dev") == ([1], [0.0])
     assert "kl" in run.steps[0]
     assert not {"kl_step", "kl_epoch"} & set(run.steps[0])
     assert [event["kind"] for event in run.events] == ["start", "stop"]
@@ -93,7 +93,7 @@ def test_a_resumed_fit_is_told_apart_and_continues_the_count(tmp_path: Path) -> 
     assert [(event["kind"], event["rl_step"]) for event in run.events] == [
         ("start", 0), ("stop", 2), ("resume", 2), ("stop", 4),
     ]  # fmt: skip
-    assert run.column_of("rl_step")[0] == [1, 2, 3, 4]
+    assert run.column("rl_step")[0] == [1, 2, 3, 4]
 
 
 def test_an_exception_becomes_a_failure_with_its_cause(tmp_path: Path) -> None:

@@ -51,9 +51,9 @@ def test_a_fault_inside_an_extension_is_not_a_missing_one(
 def test_without_any_extension_its_own_commands_and_plain_answers_are_left() -> None:
     code = (
         "import sys; sys.modules['digenrl.extensions'] = None\n"
-        "from digenrl.cli.commands import OWN, commands\n"
+        "from digenrl.cli.commands import OWN, all_commands\n"
         "from digenrl.cli.extensions import choose_advisor\n"
-        "print(commands() == OWN, type(choose_advisor()).__name__, 'torch' in sys.modules)"
+        "print(all_commands() == OWN, type(choose_advisor()).__name__, 'torch' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

@@ -297,7 +297,9 @@ def test_a_rank_that_hangs_writes_its_stacks_before_it_is_killed(
     monitor = vitals.HeartbeatMonitor(control, {0: 100, 1: None, 2: 102}, limits)
     stuck = {0: "hangs in decode", 1: "hangs in train", 2: "hangs"}
     judge: Any = SimpleNamespace(
-        hanging=lambda doing: seen.append(dict(doing)) or (stuck if now[0] >= 4.0 else {})
+        find_hanging_ranks=lambda doing: (
+            seen.append(dict(doing)) or (stuck if now[0] >= 4.0 else {})
+        )
     )
     monitor._hangs = judge
     stretch = Progress()

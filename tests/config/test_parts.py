@@ -440,21 +440,21 @@ def test_a_command_ends_by_what_happened(capsys: pytest.CaptureFixture[str]) -> 
         ("same_noise", {"sampling__same_noise": True, "algorithm__sde__noise_level": 0}, "same picture"),
         ("same_noise", {"sampling__same_noise": True, "algorithm__sde__noise_level": 0.1}, None),
         ("same_noise", {"sampling__same_noise": False, "algorithm__sde__noise_level": 0}, None),
-        ("precision", {"trainer__precision": "32-true"}, None),
-        ("precision", {"trainer__precision": 32}, None),
-        ("precision", {"trainer__precision": "bf16-mixed"}, "ratios leave 1"),
-        ("asynchrony", {"schedule__async_steps": 1, "allocation__rollouts": 0}, "nobody generates"),
-        ("asynchrony", {"schedule__async_steps": 1, "allocation__rollouts": 1}, None),
-        ("asynchrony", {"schedule__async_steps": 0, "allocation__rollouts": 0}, None),
-        ("shares", {"schedule__shares": "equal", "allocation__trainers": 2}, None),
-        ("shares", {"schedule__shares": [1, 0], "allocation__trainers": 2}, None),
-        ("shares", {"schedule__shares": [1, 2], "allocation__trainers": "auto"}, None),
-        ("shares", {"schedule__shares": [0, 0], "allocation__trainers": 2}, "must be above 0"),
-        ("shares", {"schedule__shares": [1], "allocation__trainers": 2}, "has 1 entries"),
-        ("sharding", {"parallel__sharding": "fsdp", "allocation__trainers": 1}, "nobody to share"),
-        ("sharding", {"parallel__sharding": "hsdp", "allocation__trainers": 1}, "nobody to share"),
-        ("sharding", {"parallel__sharding": "fsdp", "allocation__trainers": 2}, None),
-        ("sharding", {"parallel__sharding": "ddp", "allocation__trainers": 1}, None),
+        ("trainer_precision", {"trainer__precision": "32-true"}, None),
+        ("trainer_precision", {"trainer__precision": 32}, None),
+        ("trainer_precision", {"trainer__precision": "bf16-mixed"}, "ratios leave 1"),
+        ("async_rollouts", {"schedule__async_steps": 1, "allocation__rollouts": 0}, "nobody generates"),
+        ("async_rollouts", {"schedule__async_steps": 1, "allocation__rollouts": 1}, None),
+        ("async_rollouts", {"schedule__async_steps": 0, "allocation__rollouts": 0}, None),
+        ("share_counts", {"schedule__shares": "equal", "allocation__trainers": 2}, None),
+        ("share_counts", {"schedule__shares": [1, 0], "allocation__trainers": 2}, None),
+        ("share_counts", {"schedule__shares": [1, 2], "allocation__trainers": "auto"}, None),
+        ("share_counts", {"schedule__shares": [0, 0], "allocation__trainers": 2}, "must be above 0"),
+        ("share_counts", {"schedule__shares": [1], "allocation__trainers": 2}, "has 1 entries"),
+        ("sharded_trainers", {"parallel__sharding": "fsdp", "allocation__trainers": 1}, "nobody to share"),
+        ("sharded_trainers", {"parallel__sharding": "hsdp", "allocation__trainers": 1}, "nobody to share"),
+        ("sharded_trainers", {"parallel__sharding": "fsdp", "allocation__trainers": 2}, None),
+        ("sharded_trainers", {"parallel__sharding": "ddp", "allocation__trainers": 1}, None),
         ("batch_wide_statistics", {"algorithm__advantage": {"std": "batch"}, "schedule__gap": 0}, None),
         ("batch_wide_statistics", {"algorithm__advantage": {"std": "group"}, "schedule__gap": 1}, None),
         ("batch_wide_statistics", {"algorithm__advantage": {"std": "batch"}, "schedule__gap": 1},
@@ -507,13 +507,13 @@ def test_updates_divide_the_batch_or_every_group(
 
 
 def test_a_rule_is_silent_about_what_is_absent_or_reported() -> None:
-    tree = {"parallel": {"sharding": "fsdp"}, "allocation": {"trainers": 1}}
+    tree = {"parallel": {"sharded_trainers": "fsdp"}, "allocation": {"trainers": 1}}
     (said,) = relations.relation_problems(tree)
     assert said.startswith("parallel.sharding = fsdp with allocation.trainers = 1")
     for broken in ("allocation.trainers", "parallel.sharding", "allocation.trainers.x"):
         assert relations.relation_problems(tree, [broken]) == []
     assert relations.relation_problems(tree, ["allocation.train"]) == [said]
-    assert relations.relation_problems({"parallel": {"sharding": "fsdp"}}) == []
+    assert relations.relation_problems({"parallel": {"sharded_trainers": "fsdp"}}) == []
     assert relations.most_rollouts({"min": 1, "max": 4}) == relations.most_rollouts(4) == 4
 
 

@@ -49,8 +49,8 @@ FAULTS = (
     Fault(
         "stream: a copy out does not wait for what it copies",
         OFFLOAD,
-        "        side = _side(self._device)\n        side.wait_stream(torch.accelerator.current_stream(self._device))\n        host",
-        "        side = _side(self._device)\n        host",
+        "        side = _copy_stream(self._device)\n        side.wait_stream(torch.accelerator.current_stream(self._device))\n        host",
+        "        side = _copy_stream(self._device)\n        host",
         "activations are copied before they are computed",
         PARTS,
         "off_loaded",
@@ -85,7 +85,7 @@ FAULTS = (
     Fault(
         "stream: the copies have no event",
         OFFLOAD,
-        "            self._copied.record(_side(self._device))",
+        "            self._copied.record(_copy_stream(self._device))",
         "            pass",
         "the backward waits for nothing",
         PARTS,
@@ -95,8 +95,8 @@ FAULTS = (
     Fault(
         "publication: nobody waits for the copy",
         WEIGHTS,
-        "            view.copy_(_whole(parameters[name]).to(view.dtype))",
-        "            view.copy_(_whole(parameters[name]).to(view.dtype), non_blocking=True)",
+        "            view.copy_(_whole_parameter(parameters[name]).to(view.dtype))",
+        "            view.copy_(_whole_parameter(parameters[name]).to(view.dtype), non_blocking=True)",
         "digests and messages are made of bytes that have not arrived",
         PARTS,
         "a_version",
@@ -113,7 +113,7 @@ FAULTS = (
     Fault(
         "pinned: an accelerator is taken for a processor",
         "src/digenrl/accelerator.py",
-        'return device.type != "cpu" and device.type == kind()',
+        'return device.type != "cpu" and device.type == device_kind()',
         'return device.type == "cuda"',
         "every other kind loses streams and pinned memory",
         PARTS,
@@ -168,8 +168,8 @@ FAULTS = (
     Fault(
         "placement: a conditioning stays on the CPU",
         CODEC,
-        "        return move(self.trimmed(condition), self.device)",
-        "        return self.trimmed(condition)",
+        "        return move_tensors(self.trim_condition(condition), self.device)",
+        "        return self.trim_condition(condition)",
         "the network mixes devices",
         PARTS,
         "policy_encodes",
@@ -177,7 +177,7 @@ FAULTS = (
     Fault(
         "placement: what is in tuples is not moved",
         "src/digenrl/types.py",
-        "        return tuple(move(item, device, non_blocking) for item in value)  # type: ignore[return-value]",
+        "        return tuple(move_tensors(item, device, non_blocking) for item in value)  # type: ignore[return-value]",
         "        return value",
         "half of a batch stays on the CPU",
         PARTS,
@@ -213,7 +213,7 @@ FAULTS = (
     Fault(
         "placement: eval computes on the CPU",
         "src/digenrl/cli/evaluate.py",
-        "    module.to(accelerator.kind())",
+        "    module.to(accelerator.device_kind())",
         "    _ = accelerator",
         "an evaluation takes hours beside an idle GPU",
         COMMANDS,
@@ -222,7 +222,7 @@ FAULTS = (
     Fault(
         "placement: the loop in one process computes on the CPU",
         "src/digenrl/api/loop.py",
-        "SingleDeviceStrategy(accelerator.current())",
+        "SingleDeviceStrategy(accelerator.current_device())",
         'SingleDeviceStrategy("cpu")',
         "a notebook computes beside an idle GPU",
         COMMANDS,
@@ -289,7 +289,7 @@ FAULTS = (
     Fault(
         "number: every rank takes device 0",
         DEVICES,
-        "    number = 0 if accelerator.count() == 1 else local_rank",
+        "    number = 0 if accelerator.device_count() == 1 else local_rank",
         "    number = 0",
         "all ranks of a machine share its first GPU",
         PARTS,
@@ -298,7 +298,7 @@ FAULTS = (
     Fault(
         "number: `auto` has none",
         PROTOCOL,
-        "    return accelerator.current() if unnumbered else resolved",
+        "    return accelerator.current_device() if unnumbered else resolved",
         "    return resolved",
         "a scorer computes on device 0 in its thread",
         PARTS,
@@ -328,7 +328,7 @@ FAULTS = (
     Fault(
         "number: a collective's tensor is on device 0",
         GRADIENTS,
-        "    kind = accelerator.kind()\n",
+        "    kind = accelerator.device_kind()\n",
         '    kind = "cuda"\n',
         "nothing but CUDA has trainers in more than one process",
         RUNS,
@@ -385,8 +385,8 @@ FAULTS = (
     Fault(
         "evaluation: noise stays on the CPU",
         ENGINE,
-        "torch.cat(noise).to(policy.device, wide(sampling.storage_dtype))",
-        "torch.cat(noise).to(wide(sampling.storage_dtype))",
+        "torch.cat(noise).to(policy.device, wide_dtype(sampling.storage_dtype))",
+        "torch.cat(noise).to(wide_dtype(sampling.storage_dtype))",
         "the network mixes devices",
         PARTS,
         "policy_encodes",

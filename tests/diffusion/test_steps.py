@@ -64,7 +64,7 @@ def test_check_19_can_fail() -> None:
     steps."""
 
     class Floored(Window):
-        def start(self, seed: int, step: int, steps: int) -> int:
+        def window_start(self, seed: int, step: int, steps: int) -> int:
             room = steps - 1 - self.size
             return self.size * ((step // self.hold) % (room // self.size + 1))
 

@@ -133,7 +133,9 @@ def test_a_family_that_reads_no_pictures_says_so(
 ) -> None:
     plain = pipeline_codec.DiffusersCodec.encode_latents
     monkeypatch.setattr(type(policy.codec), "encode_latents", plain)
-    image: Any = SimpleNamespace(fitted=lambda height, width: Image.new("RGB", (width, height)))
+    image: Any = SimpleNamespace(
+        fit_to_size=lambda height, width: Image.new("RGB", (width, height))
+    )
     with pytest.raises(ValueError, match="sd3 has no `encode_media`"):
         policy.codec.encode_media([image])
 
@@ -169,7 +171,7 @@ def test_black_is_minus_one_and_white_is_one_in_each_colour(
         image: Any = SimpleNamespace(
             fitted=lambda height, width, colour=colour: Image.new("RGB", (width, height), colour)
         )
-        found = policy.codec.pixels(image)
+        found = policy.codec.image_pixels(image)
         assert found.shape == (1, 3, policy.codec.height, policy.codec.width)
         wanted = torch.tensor([2 * each / 255 - 1 for each in colour]).view(1, 3, 1, 1)
         torch.testing.assert_close(found, wanted.expand_as(found))
@@ -287,24 +289,24 @@ def test_a_prompt_is_cut_after_the_last_token_that_a_branch_reads(policy: Any) -
     text, pooled = torch.arange(5.0).view(1, 5, 1), torch.zeros(1, 7)
     given = {"text": text, "mask": one, "pooled": pooled}
     both = {**given, "negative_text": -text, "negative_mask": other}
-    found = policy.codec.trimmed(given)
+    found = policy.codec.trim_condition(given)
     assert found.keys() == {"text", "pooled"}, "nothing is left to be masked"
     assert torch.equal(found["text"], text[:, :2])
     assert found["pooled"] is pooled
-    found = policy.codec.trimmed(both)
+    found = policy.codec.trim_condition(both)
     assert found.keys() == both.keys()
     assert torch.equal(found["negative_text"], -text[:, :3])
     assert (found["mask"].tolist(), found["negative_mask"].tolist()) == (
         [[True, True, False]], [[True, False, True]],
     )  # fmt: skip
     nothing = {"text": text, "mask": one & ~one}
-    assert policy.codec.trimmed(nothing)["text"].shape == (1, 0, 1)
+    assert policy.codec.trim_condition(nothing)["text"].shape == (1, 0, 1)
     two = {name: value.repeat(2, *[1] * (value.dim() - 1)) for name, value in given.items()}
     without = {"text": text}
-    assert policy.codec.trimmed(two) is two
-    assert policy.codec.trimmed(without) is without
+    assert policy.codec.trim_condition(two) is two
+    assert policy.codec.trim_condition(without) is without
     policy.keep_padding(True)
-    assert policy.codec.trimmed(given) is given
+    assert policy.codec.trim_condition(given) is given
     policy.keep_padding(False)
 
 

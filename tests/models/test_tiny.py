@@ -26,8 +26,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["wan", "sd3"])
 def test_another_process_builds_the_same_bytes_and_another_seed_does_not(family, tmp_path):
-    code = "from pathlib import Path; from digenrl.models.tiny import build; "
-    code += f"build('{family}', Path('{tmp_path}/a'))"
+    code = "from pathlib import Path; from digenrl.models.tiny import build_pipeline; "
+    code += f"build_pipeline('{family}', Path('{tmp_path}/a'))"
     subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, env=_environment()
     )

@@ -21,8 +21,8 @@ from tests.training import SMALL, Train, commands
 
 HOLDS = (
     "import os, sys, time, pathlib; from digenrl.record import run_lock; run = pathlib.Path(sys.argv[1]); "
-    "run_lock.hold(run); run_lock.say_holder(run); child = os.fork(); "
-    "run_lock.forget() if child == 0 and sys.argv[2] == 'rank' else None; "
+    "run_lock.hold_run(run); run_lock.say_holder(run); child = os.fork(); "
+    "run_lock.close_inherited() if child == 0 and sys.argv[2] == 'rank' else None; "
     "print(os.getpid(), flush=True) if child else None; time.sleep(60)"
 )
 

@@ -107,8 +107,8 @@ def test_a_resumed_run_repeats_its_steps_and_the_later_ones_count(tmp_path: Path
     )  # evaluation may come first
     append_jsonl(path / "metrics.jsonl", {"kind": "step", "rl_step": 4, "reward": 0.2})
     run = read_run(path)
-    assert run.column_of("reward") == ([1, 2, 3, 4], [0.1, 0.1, 0.1, 0.2])
-    assert run.column_of("heldout", "eval") == ([1, 2, 3, 4], [0.1, 0.1, 0.1, 0.2])
+    assert run.column("reward") == ([1, 2, 3, 4], [0.1, 0.1, 0.1, 0.2])
+    assert run.column("heldout", "eval") == ([1, 2, 3, 4], [0.1, 0.1, 0.1, 0.2])
 
 
 def test_spans_of_a_resumed_attempt_follow_the_first(tmp_path: Path) -> None:

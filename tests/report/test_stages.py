@@ -25,7 +25,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def planned_run(path: Path, **metric: Any) -> Run:
+def planner_prediction(path: Path, **metric: Any) -> Run:
     """A synthetic run whose launch has a plan, and whose steps have `metric`."""
     write_run(path, steps=6, samples=False)
     launch, *events = lines(path / "events.jsonl")
@@ -37,7 +37,7 @@ def planned_run(path: Path, **metric: Any) -> Run:
 
 
 def test_the_summary_sets_seconds_per_unit_beside_the_plan(tmp_path: Path) -> None:
-    run = planned_run(tmp_path / "run")
+    run = planner_prediction(tmp_path / "run")
     train = sum(s.seconds for s in run.spans if s.stage == "train" and s.step > 0)
     made = [s.seconds for s in run.spans if s.stage == "generate" and s.step > 0]
     stages = build_summary(run)["stages"]
@@ -51,7 +51,7 @@ def test_the_summary_sets_seconds_per_unit_beside_the_plan(tmp_path: Path) -> No
 
 
 def test_a_thinned_record_counts_the_cells_of_the_steps_that_it_has(tmp_path: Path) -> None:
-    run = planned_run(tmp_path / "run")
+    run = planner_prediction(tmp_path / "run")
     whole = unit_seconds(run)["train"]
     for path in (tmp_path / "run" / "spans").iterdir():
         write_lines(path, [row for row in lines(path) if row["step"] != 3])
@@ -60,7 +60,7 @@ def test_a_thinned_record_counts_the_cells_of_the_steps_that_it_has(tmp_path: Pa
 
 def test_the_peak_stands_beside_the_plan(tmp_path: Path) -> None:
     peaks = {"0": {"train": 58.25, "other": 9.0}, "1": {"train": 58.5}, "3": {"decode": 31.0}}
-    run = planned_run(tmp_path / "run", peak_gib=peaks)
+    run = planner_prediction(tmp_path / "run", peak_gib=peaks)
     summary = build_summary(run)
     assert summary["memory"]["trainer"] == {
         "planned_gib": 62.0,
@@ -76,7 +76,7 @@ def test_the_peak_stands_beside_the_plan(tmp_path: Path) -> None:
 
 
 def test_on_processors_the_peak_is_null_and_not_zero(tmp_path: Path) -> None:
-    run = planned_run(tmp_path / "run", peak_gib=None)
+    run = planner_prediction(tmp_path / "run", peak_gib=None)
     summary = build_summary(run)
     assert summary["memory"]["trainer"]["peak_gib"] is None
     assert not [name for name, _ in key_figures(summary) if name.startswith("memory")]
@@ -90,6 +90,6 @@ def test_a_run_without_a_plan_compares_nothing(finished: Path) -> None:
 
 @pytest.mark.parametrize("value", [{"zero": {"train": 1.0}}, {"0": {"train": "much"}}, {"0": 3}, 7])
 def test_a_peak_that_is_none_is_left_out_with_its_line(tmp_path: Path, value: Any) -> None:
-    run = planned_run(tmp_path / "run", peak_gib=value)
+    run = planner_prediction(tmp_path / "run", peak_gib=value)
     assert run.steps == ()
     assert build_summary(run)["memory"]["trainer"]["peak_gib"] is None

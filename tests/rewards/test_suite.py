@@ -252,7 +252,8 @@ def test_yaml_builds_the_suite():
     assert rewards.weights == {"jpeg": -1.0}
     assert (rewards.score(MEDIA, PROMPTS)["jpeg"] < 0).all()
     assert (
-        rewards.identities()["jpeg"].model_id == "jpeg_size(quality=50, maximise=False, frames=4)"
+        rewards.scorer_identities()["jpeg"].model_id
+        == "jpeg_size(quality=50, maximise=False, frames=4)"
     )
 
 

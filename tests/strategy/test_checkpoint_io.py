@@ -576,7 +576,7 @@ class _Alone(SingleDeviceStrategy):
         ),
     )
 
-    def saved(self) -> None:
+    def wait_for_checkpoint(self) -> None:
         if self.full:
             raise OSError(errno.ENOSPC, "No space left on device")
 

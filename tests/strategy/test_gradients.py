@@ -209,7 +209,7 @@ def test_blocks_are_sharded_before_their_networks_and_gradients_wait_for_the_las
             done.append(("gradient_sync", on))
 
     policy: Any = SimpleNamespace(
-        wrap_units=lambda: ["block 0", "block 1"], networks=lambda: ["network", "reference"],
+        wrap_units=lambda: ["block 0", "block 1"], all_networks=lambda: ["network", "reference"],
         adapter=SimpleNamespace(lora=lora), dtype=torch.float32, transformer=Sharded(),
     )  # fmt: skip
     monkeypatch.setattr(shard, "fully_shard", lambda unit, **facts: done.append((unit, facts)))

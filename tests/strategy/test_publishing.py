@@ -65,16 +65,16 @@ class Told(Shares):
         super().__init__(spec, world, cast(Any, None), Path(), timed=False)
         self._done = done
 
-    def begin(self, batch: Any) -> None:
+    def begin_micro_batch(self, batch: Any) -> None:
         self._done.append(("begin", batch))
 
-    def end(self) -> None:
+    def end_micro_batch(self) -> None:
         self._done.append("end")
 
-    def tell(self) -> None:
+    def tell_speed(self) -> None:
         self._done.append("tell")
 
-    def fix(self, version: int) -> None:
+    def fix_shares(self, version: int) -> None:
         self._done.append(("fix", version))
 
 

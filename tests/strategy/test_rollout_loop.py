@@ -102,7 +102,12 @@ class Life(Rollout):
 
     def trace(self) -> list[tuple[Any, ...]]:
         """(stage, what tells it apart) of what it did, without decoding, scoring and sending."""
-        named = {"wait": "cause", "adopt": "version", "generate": "version", "eval": "piece"}
+        named = {
+            "wait_for_message": "cause",
+            "adopt": "version",
+            "generate": "version",
+            "eval": "piece",
+        }
         rows = self.rows()
         return [(row["stage"], row[named[row["stage"]]]) for row in rows if row["stage"] in named]
 
@@ -129,7 +134,10 @@ def test_a_rollout_adopts_works_and_waits_until_the_run_is_done(
     life.link.at_rest += steps
     life.worker.run_until_done()
     tasks = [("generate", 0)] * 6, [("generate", 1)] * 6
-    first, last = [("wait", "startup"), ("adopt", 0)], [("wait", "weights"), ("adopt", 1)]
+    first, last = (
+        [("wait_for_message", "startup"), ("adopt", 0)],
+        [("wait_for_message", "weights"), ("adopt", 1)],
+    )
     assert seen == [("wait weights", 0, False, True), ("wait weights", 1, False, True)]
     assert life.post.to == [0, 1] * 12
     assert set(life.link.waited) == {0.2}
@@ -160,18 +168,18 @@ def test_a_rollout_looks_at_everything_in_its_order(
     worker, runner = life.worker, life.runner
     ends = iter([None, "1", None])
     looks = [
-        ((life.mail, "receive_messages", None), ("receive",)),
-        ((life.mail, "recalls", False), ("recalls", -1)),
+        ((life.mail, "receive_messages", None), ("receive_messages",)),
+        ((life.mail, "has_older_version", False), ("has_older_version", -1)),
         ((worker, "_make_task", False), ("_make_task",)),
         ((worker, "_make_evaluation_piece", False), ("_make_evaluation_piece",)),
-        ((runner, "settle_sends", None), ("settle",)),
-        ((life.mail, "wait", None), ("wait", -1)),
+        ((runner, "settle_sends", None), ("settle_sends",)),
+        ((life.mail, "wait_for_message", None), ("wait_for_message", -1)),
     ]
     monkeypatch.setattr(life.control, "get", lambda key: done.append(("get", key)) or next(ends))
     noted(monkeypatch, done, (life.control, "check_abort", None), *(part for part, _ in looks))
     worker.run_until_done()
     rest = [look for _, look in looks]
-    assert done == [("get", "done"), ("check",), *rest, ("get", "done")]
+    assert done == [("get", "done"), ("check_abort",), *rest, ("get", "done")]
     done.clear()
     noted(
         monkeypatch,
@@ -183,8 +191,13 @@ def test_a_rollout_looks_at_everything_in_its_order(
     life.session.leave.set()
     life.mail.suspended.extend(cast(Any, ["one", "two"]))
     worker.run_until_done()
-    hands_in = [("withdraw",), ("receive",), ("forward", "one"), ("forward", "two")]
-    assert done == [("get", "done"), *hands_in, ("settle", True)]
+    hands_in = [
+        ("stop_taking_tasks",),
+        ("receive_messages",),
+        ("hand_over_task", "one"),
+        ("hand_over_task", "two"),
+    ]
+    assert done == [("get", "done"), *hands_in, ("settle_sends", True)]
 
 
 def test_a_wait_has_its_end_before_whatever_is_done_next(
@@ -196,7 +209,7 @@ def test_a_wait_has_its_end_before_whatever_is_done_next(
     piece: Any = SimpleNamespace(position=1)
     noted(
         monkeypatch, done, (life.mail, "end_wait", None), (runner, "take_over", "taken over"),
-        (runner, "begin", "begun"), (runner, "generate", "made"), (runner, "score", "scored"),
+        (runner, "begin_task", "begun"), (runner, "generate", "made"), (runner, "score", "scored"),
         (runner, "send", None), (runner, "takes_next_task", True), (runner, "claim_task", "task"),
         (evaluating, "claim_piece", piece), (evaluating, "make", None),
     )  # fmt: skip
@@ -209,7 +222,7 @@ def test_a_wait_has_its_end_before_whatever_is_done_next(
     assert done == [*taken, ("generate", "taken over", "generate", between), *rest]
     done.clear()
     assert worker._make_task()
-    claimed = [("takes", 4), ("claim", 4), ("end_wait", "tail"), ("begin", "task")]
+    claimed = [("takes_next_task", 4), ("claim", 4), ("end_wait", "tail"), ("begin_task", "task")]
     assert done == [*claimed, ("generate", "begun", "generate", between), *rest]
     done.clear()
     noted(monkeypatch, done, (runner, "generate", None))
@@ -226,7 +239,9 @@ def test_a_wait_has_its_end_before_whatever_is_done_next(
     noted(monkeypatch, done, (runner, "take_over", None))
     life.mail.suspended.append(suspended)
     assert worker._make_task()
-    assert [name for name, *_ in done][1:4] == ["take_over", "takes", "claim"], "it is another's"
+    assert [name for name, *_ in done][1:4] == ["take_over", "takes_next_task", "claim"], (
+        "it is another's"
+    )
     done.clear()
     monkeypatch.setattr(runner, "claim_task", lambda version: None)
     assert not worker._make_task()
@@ -236,7 +251,7 @@ def test_a_wait_has_its_end_before_whatever_is_done_next(
     assert not worker._make_task()
     monkeypatch.setattr(evaluating, "claim_piece", lambda version: None)
     assert not worker._make_evaluation_piece()
-    assert done == [("takes", 4)]
+    assert done == [("takes_next_task", 4)]
 
 
 def test_who_adopts_tells_it_and_only_who_joined_asks_and_only_before_its_first_version(
@@ -248,19 +263,19 @@ def test_who_adopts_tells_it_and_only_who_joined_asks_and_only_before_its_first_
         worker = life.worker
         noted(
             monkeypatch, done, (life.mail, "_ask_for_weights", None), (life.mail, "receive_messages", None),
-            (life.runner, "announce", None),
-            (worker._evaluation_worker, "adopted", None),
+            (life.runner, "announce_work", None),
+            (worker._evaluation_worker, "drop_old_weights", None),
         )  # fmt: skip
         worker._version = version
         life.mail.wait_for_message(version)
-        looks = [("receive", 0.2)]
-        assert done == [("_ask",)] * (rank == 4 and version < 0) + looks
+        looks = [("receive_messages", 0.2)]
+        assert done == [("_ask_for_weights",)] * (rank == 4 and version < 0) + looks
         stage = "wait startup" if version < 0 else "wait weights"
         assert life.spans.progress.current_stretches()[0].stage == stage
         done.clear()
         life.mail.weights.append(Version(3, "digest", life.versions[1]))
         worker._adopt_next_version()
-        assert done == [("adopted", 3), ("announce", 3)]
+        assert done == [("drop_old_weights", 3), ("announce_work", 3)]
         assert life.holds(1)
         assert life.spans.progress.current_stretches()[0].stage != stage, "the wait is over"
         done.clear()
@@ -277,11 +292,11 @@ def test_who_is_to_leave_takes_no_more_work_before_it_names_its_successor(
     task: Any = "task"
     life.worker._version = 4
     assert life.worker._between_steps(task) is None
-    assert done == [("receive",)]
+    assert done == [("receive_messages",)]
     done.clear()
     life.session.leave.set()
     assert life.worker._between_steps(task) == 3
-    assert done == [("withdraw",), ("successor", "task", 4)]
+    assert done == [("stop_taking_tasks",), ("find_successor", "task", 4)]
     monkeypatch.setattr(life.runner, "find_successor", lambda *_: None)
     assert life.worker._between_steps(task) == NOBODY
 
@@ -292,8 +307,8 @@ def test_a_piece_looks_between_its_steps(
     life, done = Life(store, tmp_path, drawn=DRAWN), list[Any]()
     evaluating = life.worker._evaluation_worker
 
-    def draw(engine: Any, pieces: list[int], before_step: Callable[[], None]) -> str:
-        done.append(("draw", pieces))
+    def draw(engine: Any, pieces: list[int], before_step: Callable[[], None], noise: bool) -> str:
+        done.append(("draw", pieces, noise))
         before_step()
         return "pictures"
 
@@ -302,8 +317,13 @@ def test_a_piece_looks_between_its_steps(
         monkeypatch, done, (life.spans.progress, "mark_progress", None), (life.control, "check_abort", None),
         (life.mail, "receive_messages", None),
     )  # fmt: skip
-    assert cast(Any, evaluating._draw_piece(1, life.mail.receive_messages)) == "pictures"
-    assert done == [("draw", [1]), ("tick",), ("check",), ("receive",)]
+    assert cast(Any, evaluating._draw_piece(0, 1, life.mail.receive_messages)) == "pictures"
+    assert done == [
+        ("draw", [1], True),
+        ("mark_progress",),
+        ("check_abort",),
+        ("receive_messages",),
+    ]
 
 
 def test_who_leaves_gives_away_its_task_at_the_next_step_and_what_waits_for_it(
@@ -378,7 +398,14 @@ def test_a_version_that_comes_back_goes_before_the_tasks_of_the_present_one(
     life.worker.run_until_done()
     one, rest = [("generate", 1)], [("generate", 1)] * 5
     older = [("adopt", 0), *[("generate", 0)] * 6]
-    assert life.trace() == [("wait", "startup"), ("adopt", 1), *one, *older, ("adopt", 1), *rest]
+    assert life.trace() == [
+        ("wait_for_message", "startup"),
+        ("adopt", 1),
+        *one,
+        *older,
+        ("adopt", 1),
+        *rest,
+    ]
     assert life.holds(1)
 
 
@@ -399,7 +426,7 @@ def test_who_joined_asks_once_for_weights_and_not_before_there_are_any(
     life.worker.run_until_done()
     assert asked == [0, 1, 1, 13]
     tasks = [("generate", 1)] * 6
-    assert life.trace() == [("wait", "startup"), ("adopt", 1), *tasks, ("adopt", 1)], (
+    assert life.trace() == [("wait_for_message", "startup"), ("adopt", 1), *tasks, ("adopt", 1)], (
         "the same version has no hurry"
     )
     ask = life.post.messages()[0]
@@ -422,9 +449,15 @@ def test_an_evaluation_is_made_between_tasks_and_weights_by_the_weights_it_is_of
     life.link.at_rest += [opened, lambda: life.arrive(1), life.done]
     life.worker.run_until_done()
     assert life.holds(1)
-    pieces = [("eval", 0), ("eval", 1), ("wait", "weights"), ("adopt", 1)]
+    pieces = [("eval", 0), ("eval", 1), ("wait_for_message", "weights"), ("adopt", 1)]
     made = [("generate", 0)] * 6, [("generate", 1)] * 6
-    assert life.trace() == [("wait", "startup"), ("adopt", 0), *made[0], *pieces, *made[1]]
+    assert life.trace() == [
+        ("wait_for_message", "startup"),
+        ("adopt", 0),
+        *made[0],
+        *pieces,
+        *made[1],
+    ]
     sent = [m for m in life.post.messages() if m.kind is MessageKind.EVALUATION]
     assert life.post.to[12:14] == [0, 0]
     for name, value in life.versions[2 if apart else 0].items():

@@ -221,7 +221,7 @@ def test_a_resumed_trainer_has_every_weight_moment_and_average_and_its_own_learn
     noted: list[Any] = []
 
     class Noting(DirectoryCheckpointIO):
-        def begin(self, *args: Any) -> Any:
+        def begin_writing(self, *args: Any) -> Any:
             noted.append(
                 (
                     *args[1:3],
@@ -322,7 +322,7 @@ class Ending(DisaggregatedStrategy):
         self.control, self.link, self.spans = trainer.control, trainer.link, trainer.spans
         self.seen: list[Any] = []
 
-    def saved(self) -> None:
+    def wait_for_checkpoint(self) -> None:
         self.seen.append(("saved", self.control.get("done")))
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -452,7 +452,7 @@ def test_what_lightning_and_researchers_ask_for_is_asked_of_the_part_that_does_i
     pending = [(0,), (1,)]
     wanted = next_fragment(ASYNC, pending, board.completed)
     assert strategy.cut_fragment(pending, board) == wanted == (0,)
-    assert strategy.on_bubble(board, pending) == "rounds"
+    assert strategy.on_bubble(board, pending) == "rounds_to_lend"
     assert strategy.block_backward_sync() == "accumulation"
     strategy.save_checkpoint({"a": 1}, "here")
     DisaggregatedStrategy.wait_for_checkpoint(strategy)
@@ -618,7 +618,7 @@ def test_a_trainers_weights_are_shared_out_before_they_are_read_or_moved(
     policy, limit, trains = setup.engine.policy, strategy._timeout, rank == 0
     split = [
         ("mesh", "hsdp", 2, 2, "cpu"),
-        ("bounded", "a mesh", limit),
+        ("with_timeout", "a mesh", limit),
         ("shard", policy, "bounded"),
         ("fill", torch.device("cpu")),
     ]

@@ -467,7 +467,7 @@ def test_a_version_crosses_to_each_node_once_and_is_passed_on_inside(
         written[threading.current_thread().name] += sum(len(buffer) for buffer in buffers)
         write(sock, buffers)
 
-    monkeypatch.setattr(sockets, "_write", counted)
+    monkeypatch.setattr(sockets, "_write_buffers", counted)
     hosts = ["127.0.0.1", "127.0.0.1", "127.0.0.2", "127.0.0.2", "127.0.0.3"]
     ours = Handshake()
     store = StoreServer(socket.create_server((HOST, 0)), ours)

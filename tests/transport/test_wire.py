@@ -228,7 +228,7 @@ def test_weights_alone_are_digested_piece_by_piece_and_pinned_for_a_device(
         pinned.append(pin_memory)
         return plain(*shape, **how)
 
-    monkeypatch.setattr(torch, "build_empty", empty)
+    monkeypatch.setattr(torch, "empty", empty)
     for device, kind in (
         ("cuda", MessageKind.WEIGHTS),
         ("cuda", MessageKind.CELLS),

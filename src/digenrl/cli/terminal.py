@@ -73,7 +73,7 @@ class Display:
         self._steps: list[Row] = []
         self._evals: list[Row] = []
         self._evaluated: list[Row] = []
-        self._every, self._hidden = _evaluation_rhythm(self._path)
+        self._every, self._hidden = _evaluation_settings(self._path)
         self._began = self._shown = clock()
         self._console = Console(file=self._stream, soft_wrap=True)
 
@@ -154,7 +154,7 @@ def _recent_median(rows: Sequence[Row], key: str) -> float | None:
     return median(recent) if recent else None
 
 
-def _evaluation_rhythm(run_dir: Path) -> tuple[int, bool]:
+def _evaluation_settings(run_dir: Path) -> tuple[int, bool]:
     """Return (RL steps between the evaluations of a run, 0 = only before and after; whether
     rollouts make them while trainers go on)."""
     try:

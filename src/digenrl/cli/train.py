@@ -7,7 +7,7 @@
     --cfg             print the composed configuration and stop
     resume=RUN        continue the run in that directory; of a complete run it says so, with exit code 0
 
-The ranks run `digenrl.run.build(...).fit()`. Standard output is the run directory alone.
+The ranks run `digenrl.run.build_rank(...).fit()`. Standard output is the run directory alone.
 Under torchrun or SLURM this process is one rank already, and starts none.
 """  # noqa: E501
 

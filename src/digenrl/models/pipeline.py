@@ -157,15 +157,7 @@ class DiffusersPolicy(Policy):
             [load(self.transformer_class, self.path, part, stored) for part in self.components],
             self.path,
         )
-        if (
-            self.embedded_guidance
-            and guidance_scale != 1.0
-            and not transformer.config.guidance_embeds
-        ):
-            raise ValueError(
-                f"sampling.guidance_scale={guidance_scale} would be dropped: {path} is not "
-                "guidance-distilled; set sampling.guidance_scale=1 and use model.true_cfg_scale"
-            )
+        self._check_guidance(transformer, guidance_scale)
         self._attend_by(transformer, attention_backend or AUTO)
         # Before adapters are added, whose factors are never quantized.
         if quantize is not None:
@@ -354,6 +346,14 @@ class DiffusersPolicy(Policy):
         for block in self.wrap_units():
             # A break of the graph is an error, and no slow run.
             block.compile(fullgraph=True)
+
+    def _check_guidance(self, transformer: ModelMixin, scale: float) -> None:
+        """Raise ValueError where the network has no input for the guidance `scale`."""
+        if self.embedded_guidance and scale != 1.0 and not transformer.config.guidance_embeds:
+            raise ValueError(
+                f"sampling.guidance_scale={scale} would be dropped: {self.path} is not "
+                "guidance-distilled; set sampling.guidance_scale=1 and use model.true_cfg_scale"
+            )
 
     def _attend_by(self, transformer: ModelMixin, backend: str) -> None:
         """Give the network its attention backend; raise ValueError for one without a gradient."""

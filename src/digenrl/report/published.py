@@ -27,8 +27,8 @@ def published_curves(run: Run) -> list[PublishedCurve]:
         name = entry.get("reward")
         if not isinstance(name, str) or name not in _reward_names(run):
             continue
-        column = run.column_of(f"reward/{name}")
-        steps, values = column if column[1] else run.column_of("reward")
+        column = run.column(f"reward/{name}")
+        steps, values = column if column[1] else run.column("reward")
         found.append(
             {
                 "reward": name,

@@ -144,9 +144,9 @@ class JsonlTail:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._rewind_file()
+        self._reset_offset()
 
-    def _rewind_file(self) -> None:
+    def _reset_offset(self) -> None:
         self._offset, self._rest, self._inside = 0, b"", False
         """Bytes read, the line that is not complete yet, and whether that line is too long."""
 
@@ -156,7 +156,7 @@ class JsonlTail:
         rows: list[Row] = []
         with suppress(OSError), open_own(self.path) as file:  # absent, or no file that may be read
             if os.fstat(file.fileno()).st_size < self._offset:
-                self._rewind_file()
+                self._reset_offset()
             file.seek(self._offset)
             while piece := file.readline(_LONGEST):
                 self._offset += len(piece)
@@ -218,7 +218,7 @@ class Run:
         schedule = self.config.get("schedule")
         return int(isinstance(schedule, Mapping) and schedule.get("async_steps", 0) != 0)
 
-    def column_of(self, key: str, kind: str = "step") -> tuple[list[int], list[float]]:
+    def column(self, key: str, kind: str = "step") -> tuple[list[int], list[float]]:
         """Return (rl_steps, values) of the lines that carry a number under `key`."""
         rows = self.steps if kind == "step" else self.evals
         pairs = [(int(row["rl_step"]), float(row[key])) for row in rows if is_number(row.get(key))]
@@ -294,7 +294,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     starts = [float(attempt[0]["time"]) for attempt in split_attempts(events)]
     offsets = tuple(start - starts[0] for start in starts) or (0.0,)
     spans = SpanFiles(tuple(files_of(path, SPANS, "rank-*.jsonl")), offsets)
-    seconds, ends = _survey_spans(spans, warnings)
+    seconds, ends = _sum_spans(spans, warnings)
     return Run(path, config, steps, evals, events, spans, seconds, ends, tuple(warnings))
 
 
@@ -361,7 +361,7 @@ def append_step(rows: list[Row], row: Row) -> None:
     rows.append(row)
 
 
-def _survey_spans(
+def _sum_spans(
     spans: SpanFiles, warnings: list[str]
 ) -> tuple[Mapping[tuple[str, int], Mapping[str, float]], Mapping[int, float]]:
     """Read every span once; return `Run.seconds` and `Run.step_ends`. Add warnings about lines that

@@ -39,7 +39,7 @@ def unit_seconds(run: Run) -> dict[str, float]:
             if span.stage != "train" and "handed_to" not in span.args:
                 units[span.stage] += run.config["sampling"]["task_size"]
     # The record of a long run lacks steps. Cells count where their seconds do.
-    trained = zip(*run.column_of("cells_trained"), strict=True)
+    trained = zip(*run.column("cells_trained"), strict=True)
     units["train"] = sum(cells for step, cells in trained if step > 1 and step - 1 in run.step_ends)
     if not units["train"]:
         raise ValueError(f"run={run.path}: has no second RL step to take seconds from; train on.")

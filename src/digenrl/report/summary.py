@@ -32,10 +32,10 @@ GROUPS = ("trained", "zero_variance", "surplus", "missing_reward")
 def build_summary(run: Run, warnings: Sequence[str] = ()) -> Summary:
     """Return the content of summary.json, with `warnings` after those of the files."""
     status, cause = run_outcome(run)
-    samples, seconds, graphs = (run.column_of(key)[1] for key in ("samples", "step_s", "graphs"))
+    samples, seconds, graphs = (run.column(key)[1] for key in ("samples", "step_s", "graphs"))
 
     def edge_value(key: str, index: int, kind: str = "step") -> float | None:
-        values = run.column_of(key, kind)[1]
+        values = run.column(key, kind)[1]
         return values[index] if values else None
 
     return {
@@ -56,20 +56,20 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> Summary:
         "nn_distance_last": edge_value("nn_distance", -1, "eval"),
         "first_ratio_max_dev": edge_value("first_ratio_max_dev", 0),
         "recompiled": sum(int(max(0, b - a)) for a, b in pairwise(graphs)) if graphs else None,
-        "clipped_first": max(run.column_of("clip_fraction/first")[1], default=None),
+        "clipped_first": max(run.column("clip_fraction/first")[1], default=None),
         "staleness_max": max(
-            (int(value) for value in run.column_of("staleness_max")[1]), default=None
+            (int(value) for value in run.column("staleness_max")[1]), default=None
         ),
         "staleness_allowed": run.staleness_allowed,
         "bubble": bubble_seconds(run),
         "predicted_step_s": _median_value(run, "predicted_step_s"),
-        "planned": planned_run(run),
+        "planned": planner_prediction(run),
         "stages": compare_stages(run),
         "memory": compare_memory(run),
         "cells": {
-            name: int(sum(run.column_of(f"cells_{name}")[1])) for name in ("trained", "skipped")
+            name: int(sum(run.column(f"cells_{name}")[1])) for name in ("trained", "skipped")
         },
-        "groups": {name: int(sum(run.column_of(f"groups_{name}")[1])) for name in GROUPS},
+        "groups": {name: int(sum(run.column(f"groups_{name}")[1])) for name in GROUPS},
         "prompt_store": prompt_store(run),
         "dropped": count_amounts(run, "dropped", "reason", "samples", otherwise=1),
         "published": published_curves(run),
@@ -80,7 +80,7 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> Summary:
         "restarted": [str(event.get("cause")) for event in run.events_of(RESTART)],
         "unwritten": count_amounts(run, UNWRITTEN, "file", "lines"),
         "loggers": count_amounts(run, LOGGER, "logger", "failures"),
-        "world": world_of(run),
+        "world": ranks_by_role(run),
         "warnings": [*run.warnings, *survived_troubles(run), *warnings],
     }
 
@@ -96,7 +96,7 @@ def bubble_seconds(run: Run) -> dict[str, dict[str, float]]:
     return {role: dict(sorted(causes.items())) for role, causes in sorted(table.items())}
 
 
-def planned_run(run: Run) -> Planned | None:
+def planner_prediction(run: Run) -> Planned | None:
     """Return the planner's prediction of the run that it chose: `schedule`, `step_s`, and
     `sync_step_s` of schedule=sync."""
     return next(
@@ -190,7 +190,7 @@ def wall_seconds(run: Run) -> float | None:
     return total
 
 
-def world_of(run: Run) -> dict[str, int]:
+def ranks_by_role(run: Run) -> dict[str, int]:
     """Return role -> ranks, from the launcher's event or else from the spans."""
     for event in reversed(run.events_of(LAUNCH, END)):
         if "world" in event:
@@ -204,5 +204,5 @@ def _event_times(run: Run) -> list[float]:
 
 
 def _median_value(run: Run, key: str) -> float | None:
-    values = run.column_of(key)[1]
+    values = run.column(key)[1]
     return median(values) if values else None

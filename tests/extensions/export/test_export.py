@@ -46,13 +46,13 @@ def make_run(directory: Path, *words: str) -> tuple[Settings, Policy]:
     policy = config.build("model")
     module = config.build("algorithm", policy=policy)
     if module.ema is not None:
-        module.ema.begin(policy.adapter.trained_parameters())
+        module.ema.begin_average(policy.adapter.trained_parameters())
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in policy.adapter.trained_parameters().values():
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
     if module.ema is not None:
-        module.ema.update(policy.adapter.trained_parameters())
+        module.ema.update_average(policy.adapter.trained_parameters())
     checkpoint = {"epoch": RL_STEP - 1, "state_dict": module.state_dict()}
     module.on_save_checkpoint(checkpoint)
     DirectoryCheckpointIO().save_checkpoint(
@@ -65,7 +65,9 @@ def make_run(directory: Path, *words: str) -> tuple[Settings, Policy]:
     evaluation = config.build("callbacks.evaluation")
     with module.averaged():
         save_pictures(
-            directory / "samples" / f"eval-{RL_STEP}.npz", evaluation.sample(engine), per_prompt=2
+            directory / "samples" / f"eval-{RL_STEP}.npz",
+            evaluation.sample_share(engine),
+            per_prompt=2,
         )
     engine.close()
     return config, policy

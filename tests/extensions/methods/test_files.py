@@ -110,8 +110,8 @@ def test_fine_tuning_is_the_mean_over_all_cells_and_takes_no_notice_of_rewards()
     for rewards in (torch.rand(2, 4), torch.zeros(2, 4)):
         loss = module.training_step(batch(blocks, rewards), 0)
         assert float(loss.detach()) == pytest.approx(wanted, rel=1e-6)
-        assert module.useful({"r": rewards}, {"r": 1.0}).all()
-        assert module.teaches({"r": rewards}, {"r": 1.0}).all()
+        assert module.useful_samples({"r": rewards}, {"r": 1.0}).all()
+        assert module.teaching_groups({"r": rewards}, {"r": 1.0}).all()
 
 
 def test_offline_dpo_prefers_even_samples_to_odd_ones() -> None:
@@ -137,7 +137,7 @@ def test_offline_dpo_prefers_even_samples_to_odd_ones() -> None:
     for rewards in (torch.rand(2, 4), torch.zeros(2, 4)):  # rewards do not matter
         loss = module.training_step(batch(blocks, rewards), 0)
         assert float(loss.detach()) == pytest.approx(float(np.mean(losses_by_hand)), rel=1e-6)
-        assert module.teaches({"r": rewards}, {"r": 1.0}).all()
+        assert module.teaching_groups({"r": rewards}, {"r": 1.0}).all()
     assert float(np.mean(losses_by_hand)) != pytest.approx(math.log(2.0), abs=1e-3)
 
 
@@ -145,7 +145,7 @@ def test_offline_dpo_goes_by_the_number_of_a_sample_not_by_its_row() -> None:
     policy = ToyPolicy()
     block = roll(policy, FlowSDE(0.0), NoiseLevels(size=3))[0]
     shifted = CellBlock(**{**vars(block), "rows": (3, 4, 5, 6)})
-    better, worse, counts = made(dpo.OfflineDPO, policy).pairing(shifted, torch.zeros(4))
+    better, worse, counts = made(dpo.OfflineDPO, policy).pair_samples(shifted, torch.zeros(4))
     assert (better, worse, counts.tolist()) == ([1, 3], [0, 2], [True, True])
 
 

@@ -104,7 +104,7 @@ def test_each_surrogate_says_what_it_cuts(advantage: float) -> None:
         (Uncorrected(), cells(advantage), nothing),
     ]
     for surrogate, made, mask in expected:
-        assert torch.equal(surrogate.cut(made).flatten(), mask), surrogate
+        assert torch.equal(surrogate.bounded_cells(made).flatten(), mask), surrogate
 
 
 def test_decoupled_ppo_is_ppo_when_nothing_moved_since_the_rollout() -> None:

@@ -24,7 +24,7 @@ from digenrl.extensions.planner.gpus import GPUS, efficiency_of
 from digenrl.extensions.planner.outcome import SLOWER_GENERATION, simulate_candidate
 from digenrl.extensions.planner.reading import has_counted_sizes
 from digenrl.extensions.planner.virtual_cluster import Cluster, VirtualRank
-from digenrl.extensions.planner.virtual_run import simulate_steps
+from digenrl.extensions.planner.virtual_run import simulate_run
 from digenrl.extensions.planner.workload import Workload
 from digenrl.hardware import Hardware, Line, Pool, assign_ranks, parse_hardware
 from digenrl.recompute import Recompute
@@ -334,7 +334,7 @@ def test_a_slow_line_bounds_a_simulated_step() -> None:
         costing = Costing(
             WORK, Hardware((replace(POOL, count=2, role="trainer"), FAR), lines=lines)
         )
-        return simulate_steps(
+        return simulate_run(
             WORK.spec, costing.build_cluster(costing.make_candidate(2, 8)), 4
         ).step_s
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance
-from digenrl.extensions.planner.virtual_run import simulate_steps
+from digenrl.extensions.planner.virtual_run import simulate_run
 from digenrl.record.decisions import DecisionLog
 from digenrl.schedule import ScheduleSpec
 from digenrl.schedule.ranks import Roles
@@ -29,7 +29,7 @@ def test_I13_a_virtual_runs_record_gives_every_decision_again(
 ) -> None:
     """Whole, and as a rank writes it into its file, which leaves out what changes nothing."""
     rows: list[dict[str, Any]] = []
-    simulate_steps(spec, cluster, 6, Disturbance(jitter, seed, {0: 2.0}), record=rows.append)
+    simulate_run(spec, cluster, 6, Disturbance(jitter, seed, {0: 2.0}), record=rows.append)
     roles = Roles(
         len(cluster.trainers),
         len(cluster.rollouts),

@@ -20,8 +20,8 @@ from digenrl.cluster.launcher import Launch, launch_ranks
 from digenrl.extensions.planner.advice import PlannerAdvisor
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.durations import rank_durations
-from digenrl.extensions.planner.reading import candidate_of, costing_of, read_workload
-from digenrl.extensions.planner.virtual_run import simulate_steps
+from digenrl.extensions.planner.reading import candidate_of, costing_of, workload_of
+from digenrl.extensions.planner.virtual_run import simulate_run
 from digenrl.hardware import parse_hardware
 from tests.schedule.replaying import replay
 from tests.strategy.processes import logs
@@ -81,13 +81,13 @@ def test_sixteen_emulated_ranks_run_as_predicted_and_leave(tmp_path: Path) -> No
     steps = [row for row in rows if row["kind"] == "step"]
     assert [row["rl_step"] for row in steps] == [1, 2]
     measured = median(row["step_s"] for row in steps)
-    costing = Costing(read_workload(composed), parse_hardware(config.hardware))
+    costing = Costing(workload_of(composed), parse_hardware(config.hardware))
     candidate = candidate_of(config, TRAINERS, ROLLOUTS, costing.work.trained_steps).with_changes(
         gap=1
     )
     predicted = (
         SCALE
-        * simulate_steps(costing.schedule_spec(candidate), costing.build_cluster(candidate)).step_s
+        * simulate_run(costing.schedule_spec(candidate), costing.build_cluster(candidate)).step_s
     )
     print(
         f"16 emulated ranks on {os.cpu_count()} cores: step {measured:.2f} s, predicted "
@@ -131,6 +131,6 @@ def test_emulated_lines_between_places_take_what_the_planner_charges(tmp_path: P
     assert outcome.status == "completed", f"{outcome.cause}\n{logs(tmp_path)}"
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     measured = median(row["step_s"] for row in rows if row["kind"] == "step")
-    predicted = SCALE * simulate_steps(costing.schedule_spec(candidate), cluster).step_s
+    predicted = SCALE * simulate_run(costing.schedule_spec(candidate), cluster).step_s
     print(f"3 emulated ranks, 2 behind a line: step {measured:.2f} s, predicted {predicted:.2f} s")
     assert predicted / 1.1 < measured < NOISE * predicted

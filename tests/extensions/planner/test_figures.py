@@ -70,7 +70,7 @@ from digenrl.extensions.planner.virtual_cluster import (
 )
 from digenrl.extensions.planner.virtual_run import (
     DeadlockError,
-    simulate_steps,
+    simulate_run,
     simulate_until_steady,
 )
 from digenrl.extensions.planner.workload import Drawn, Workload
@@ -292,7 +292,7 @@ for _name, _spec, _ranks, _cluster, _disturbance in (
 def of_run(spec: ScheduleSpec, cluster: Cluster, disturbance: Disturbance) -> Iterator[str]:
     told: list[Any] = []
     record = lambda *args, **more: told.append((args, more))  # noqa: E731
-    found = simulate_steps(spec, cluster, 4, disturbance, trace=True, record=record)
+    found = simulate_run(spec, cluster, 4, disturbance, trace=True, record=record)
     yield f"ends {shown(found.step_ends)} stale {found.staleness_max} {shown(found.messages)}"
     yield f"seconds {shown(found.seconds)}"
     parts = hashed(found.made), hashed(found.trained), hashed(vars(span) for span in found.spans)
@@ -332,7 +332,7 @@ def of_halt() -> Iterator[str]:
     """The only rollout dies, and nobody does its work."""
     ranks = tuple(RANKS[:5])
     with pytest.raises(DeadlockError) as halted:
-        simulate_steps(SPEC, Cluster(ranks, **SET), 4, Disturbance(failures=((9.0, 4),)))
+        simulate_run(SPEC, Cluster(ranks, **SET), 4, Disturbance(failures=((9.0, 4),)))
     yield str(halted.value)
 
 
@@ -418,7 +418,7 @@ def of_drawn_runs() -> Iterator[str]:
     for seed in range(48):
         spec, cluster, mishap = drawn_run(Drawing(seed))
         try:
-            found = simulate_steps(spec, cluster, 3, mishap, trace=True)
+            found = simulate_run(spec, cluster, 3, mishap, trace=True)
         except DeadlockError as halted:
             yield f"{seed} {halted}"[:200]
             continue

@@ -32,7 +32,7 @@ from digenrl.extensions.planner.memory import (
     trainer_memory,
     vae_bytes,
 )
-from digenrl.extensions.planner.reading import read_workload
+from digenrl.extensions.planner.reading import workload_of
 from digenrl.extensions.planner.workload import Workload, counted_models
 from digenrl.models import checkpointing
 from digenrl.models.lora import LoraSpec, inject_lora
@@ -391,7 +391,7 @@ def test_a_plan_holds_what_a_gpu_held(
     """Peak GiB of PyTorch's allocator in runs of `benchmarks.real_run` on an NVIDIA H200, torch
     2.11, 2026-11-26: K=5, nothing recomputed. The scorer was a tiny one; the allocator does not
     see what is reserved."""
-    work = read_workload(load([f"experiment={experiment}", "hardware=single_gpu"]))
+    work = workload_of(load([f"experiment={experiment}", "hardware=single_gpu"]))
     assert work.text_tokens == text
     planned = trainer_memory(replace(work, evaluated=1), 1, task, 5, Recompute(), True, False)
     assert 1.0 < (planned.total - planned.rewards - RESERVED) / GIB / measured < 1.1

@@ -16,7 +16,7 @@ from digenrl import config as configuration
 from digenrl.extensions.planner.advice import PlannerAdvisor
 from digenrl.extensions.planner.cli import profile
 from digenrl.extensions.planner.costing import Costing
-from digenrl.extensions.planner.reading import read_workload
+from digenrl.extensions.planner.reading import workload_of
 from digenrl.extensions.tasks.digits import DigitsCodec, DigitsPolicy
 from digenrl.hardware import parse_hardware
 from digenrl.rewards.suite import RewardSuite
@@ -114,7 +114,7 @@ def test_a_published_experiment_is_measured_on_its_tiny_build_and_the_planner_re
             f"hardware.seconds={yaml.safe_dump(given, default_flow_style=True, width=1000).strip()}",
         ]
     )
-    costing = Costing(read_workload(composed), parse_hardware(composed.settings.hardware))
+    costing = Costing(workload_of(composed), parse_hardware(composed.settings.hardware))
     seconds = costing.seconds_per_unit()
     for stage in ("generate", "decode", "train"):
         assert seconds[stage]["local"] == pytest.approx(given[stage]["local"])

@@ -19,7 +19,7 @@ from digenrl.extensions.planner.reading import (
     candidate_of,
     costing_of,
     fixed_choices,
-    read_workload,
+    workload_of,
 )
 from digenrl.recompute import Recompute
 from tests.changed import ABSENT, but
@@ -62,7 +62,7 @@ def test_evaluations_go_to_rollouts_where_each_has_room(
 ) -> None:
     """The pool of a trainer is not asked, and encoders that stay on the GPU take room."""
     monkeypatch.setattr(reading, "USABLE", 1.0)
-    work = replace(read_workload(loaded), rollouts_evaluate=True, evaluated=1)
+    work = replace(workload_of(loaded), rollouts_evaluate=True, evaluated=1)
     for offloaded, size, rows in ((True, 2, 2), (False, 2, 2), (None, 2, 2), (True, "auto", 1)):
         need = rollout_memory(work, rows, offloaded is False).gib
         (found,) = loaded.settings.as_plain()["hardware"]["pools"].values()
@@ -99,7 +99,7 @@ def test_rollouts_evaluate_what_there_is_if_they_may(
     loaded: Composed, words: dict[str, Any], evaluate: bool
 ) -> None:
     composed = but(loaded, **words)
-    assert read_workload(composed).rollouts_evaluate == evaluate
+    assert workload_of(composed).rollouts_evaluate == evaluate
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_forward_is_made_twice_where_the_guidance_is_not_the_networks_own(
 ) -> None:
     scale = ABSENT if embedded is None else embedded
     composed = but(loaded, sampling__guidance_scale=3.5, model__true_cfg_scale=scale)
-    assert read_workload(composed).guidance == guided
+    assert workload_of(composed).guidance == guided
 
 
 def test_encoders_that_stay_leave_smaller_tasks(
@@ -119,7 +119,7 @@ def test_encoders_that_stay_leave_smaller_tasks(
     """What fills the memory fits, and where nothing fits a task is one sample."""
     monkeypatch.setattr(advice, "USABLE", 1.0)
     monkeypatch.setattr(advice, "NEARLY", 0.0)  # the largest that fits
-    work = replace(read_workload(loaded), rollouts_evaluate=False)
+    work = replace(workload_of(loaded), rollouts_evaluate=False)
     resident, away = (rollout_memory(work, 4, stay).gib for stay in (True, False))
     assert away < rollout_memory(work, 8, False).gib < rollout_memory(work, 1, True).gib < resident
     for memory, offloaded, size in (

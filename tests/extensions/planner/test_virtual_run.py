@@ -21,7 +21,7 @@ from digenrl.extensions.planner.virtual_cluster import (
     coarsen_run,
     micro_batches,
 )
-from digenrl.extensions.planner.virtual_run import simulate_steps, simulate_until_steady
+from digenrl.extensions.planner.virtual_run import simulate_run, simulate_until_steady
 from digenrl.schedule import ScheduleSpec, group_version, place_fragment, update_fragments
 
 
@@ -85,7 +85,7 @@ PROPERTY = settings(max_examples=120, deadline=None, suppress_health_check=[Heal
 
 
 def check(spec: ScheduleSpec, cluster: Cluster, steps: int, disturbance: Disturbance) -> Simulated:
-    result = simulate_steps(
+    result = simulate_run(
         spec, cluster, steps, disturbance, trace=True
     )  # raises when it halts or names no cause
     trainers = len(cluster.trainers)
@@ -164,9 +164,7 @@ BASE = {"prompts": 8, "group_size": 8, "task_size": 2, "denoise_steps": 6, "trai
 
 def test_each_mechanism_shortens_the_step() -> None:
     def step(trainers: int = 4, rollouts: int = 4, **changes: object) -> float:
-        return simulate_steps(
-            ScheduleSpec(**{**BASE, **changes}), even(trainers, rollouts), 4
-        ).step_s  # type: ignore[arg-type]
+        return simulate_run(ScheduleSpec(**{**BASE, **changes}), even(trainers, rollouts), 4).step_s  # type: ignore[arg-type]
 
     sync = step()
     gap = step(gap=1)
@@ -187,11 +185,11 @@ def test_fast_trainers_begin_with_the_first_fragment() -> None:
     spec = ScheduleSpec(**work, gap=1, tsp_shard=True, tag=True)  # type: ignore[arg-type]
     ranks = [VirtualRank(i, "trainer", "p", 1 / 3, cell_seconds=0.25) for i in range(2)]
     ranks += [VirtualRank(2 + i, "rollout", "p", 4 / 3) for i in range(4)]
-    run = simulate_steps(spec, Cluster(tuple(ranks), publish_seconds=0.5), 4)
+    run = simulate_run(spec, Cluster(tuple(ranks), publish_seconds=0.5), 4)
     assert run.step_s == pytest.approx(0.5 + 8.0 + 3.0, abs=0.01)
     made = {(task, rank < 2) for step, task, rank, _ in run.made if step == 3}
     assert made == {(task, task < 4) for task in range(8)}
-    alone = simulate_steps(replace(spec, tag=False), Cluster(tuple(ranks), publish_seconds=0.5), 4)
+    alone = simulate_run(replace(spec, tag=False), Cluster(tuple(ranks), publish_seconds=0.5), 4)
     assert alone.step_s == pytest.approx(0.5 + 8.0 + 8.0 + 3.0, abs=0.01)
 
 
@@ -221,9 +219,9 @@ def test_lockstep_pays_the_slowest_rank_and_communication() -> None:
         VirtualRank(1, "trainer", "p", 1.0, cell_seconds=3.0),
     )
     rollout = VirtualRank(2, "rollout", "p", 0.001)
-    free = simulate_steps(spec, Cluster((*ranks, rollout), lockstep=True), 1).step_s
+    free = simulate_run(spec, Cluster((*ranks, rollout), lockstep=True), 1).step_s
     exposed = (replace(rank, exposed_seconds=0.5) for rank in ranks)
-    paid = simulate_steps(spec, Cluster((*exposed, rollout), lockstep=True), 1).step_s
+    paid = simulate_run(spec, Cluster((*exposed, rollout), lockstep=True), 1).step_s
     micro = 32 * 6 // 2
     assert free == pytest.approx(3.0 * micro, rel=0.01)
     assert paid - free == pytest.approx(0.5 * micro, rel=1e-6)
@@ -235,8 +233,8 @@ def test_shares_follow_speed() -> None:
         VirtualRank(1, "trainer", "p", 1.0, cell_seconds=3.0),
     )
     cluster = Cluster((*ranks, VirtualRank(2, "rollout", "p", 0.001)))
-    equal = simulate_steps(ScheduleSpec(**BASE, tsp_shard=True), cluster, 1).step_s
-    shared = simulate_steps(
+    equal = simulate_run(ScheduleSpec(**BASE, tsp_shard=True), cluster, 1).step_s
+    shared = simulate_run(
         ScheduleSpec(**BASE, tsp_shard=True, shares=(3.0, 1.0)), cluster, 1
     ).step_s
     assert shared == pytest.approx(equal / 2, rel=0.02)
@@ -244,7 +242,7 @@ def test_shares_follow_speed() -> None:
 
 def test_a_trainer_death_is_refused() -> None:
     with pytest.raises(ValueError, match="only rollout ranks die alone"):
-        simulate_steps(ScheduleSpec(**BASE), even(1, 1), 1, Disturbance(failures=((0.5, 0),)))
+        simulate_run(ScheduleSpec(**BASE), even(1, 1), 1, Disturbance(failures=((0.5, 0),)))
 
 
 def irregular(mean: float, growth: float = 1.0, spread: float = 1.0) -> list[float]:
@@ -413,7 +411,7 @@ def test_groups_of_sharded_trainers_wait_for_their_own_and_at_the_update() -> No
     ]
     cluster = Cluster((*ranks, VirtualRank(4, "rollout", "p", 0.001)))
     replicas, nodes, everyone = (
-        simulate_steps(spec, replace(cluster, lockstep=lockstep, together=together), 1).step_s
+        simulate_run(spec, replace(cluster, lockstep=lockstep, together=together), 1).step_s
         for lockstep, together in ((False, 0), (True, 2), (True, 0))
     )
     assert nodes == pytest.approx(replicas, rel=0.02)
@@ -428,7 +426,7 @@ def test_no_group_of_sharded_trainers_is_ahead_of_the_first() -> None:
     ranks = [VirtualRank(i, "trainer", "p", 1.0, cell_seconds=cell) for i, cell in enumerate(cells)]
     cluster = Cluster((*ranks, VirtualRank(4, "rollout", "p", 0.001)), lockstep=True, together=2)
     spans = [
-        span for span in simulate_steps(spec, cluster, 1, trace=True).spans if span.stage == "train"
+        span for span in simulate_run(spec, cluster, 1, trace=True).spans if span.stage == "train"
     ]
     ends = {span.rank: span.end - span.start for span in spans}
     assert ends[0] == pytest.approx(3 * 2.0)

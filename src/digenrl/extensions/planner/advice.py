@@ -26,7 +26,7 @@ from digenrl.extensions.planner.reading import (
     drawn_of,
     fixed_choices,
     has_counted_sizes,
-    read_workload,
+    workload_of,
 )
 from digenrl.extensions.planner.remedies import find_remedy
 from digenrl.hardware import parse_hardware
@@ -54,7 +54,7 @@ class PlannerAdvisor:
         settings = composed.settings
         # Measured seconds belong to one size and say nothing about another. The size must not
         # depend on which role evaluates either, because that is chosen later.
-        alone = replace(read_workload(composed), rollouts_evaluate=False)
+        alone = replace(workload_of(composed), rollouts_evaluate=False)
         costing = Costing(alone, replace(parse_hardware(settings.hardware), seconds={}))
         costs, pools, stay = (
             costing.costs,

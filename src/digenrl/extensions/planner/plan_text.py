@@ -123,7 +123,7 @@ def recompute_by_pool(outcome: CandidateOutcome) -> dict[str, Recompute]:
     }
 
 
-def recompute_cell(outcome: CandidateOutcome) -> str:
+def recompute_text(outcome: CandidateOutcome) -> str:
     """Return a table cell for recomputation: `no`, shares of blocks with what they compute again,
     or `by pool`."""
     kept = set(recompute_by_pool(outcome).values())
@@ -224,12 +224,12 @@ def generation_sensitivity(plan: Plan, asynchronous: bool) -> dict[str, Any]:
     return {
         "factor": SLOWER_GENERATION,
         "step_s": ranked[0].slower_generation_s,
-        "best": schedule_and_split(best),
+        "best": run_label(best),
         "best_step_s": best.slower_generation_s,
     }
 
 
-def schedule_and_split(outcome: CandidateOutcome) -> str:
+def run_label(outcome: CandidateOutcome) -> str:
     """Return the schedule and its split of the ranks, such as `sync 2+6`."""
     candidate = outcome.candidate
     return f"{candidate.name} {candidate.trainers}+{candidate.rollouts}"
@@ -249,7 +249,7 @@ def booking_lines(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]
         f"Book {gpus} for {booking.run_hours(winner):.1f} hours ({booking.rl_steps} RL steps and "
         f"{booking.evaluations} evaluations by {evaluators}): "
         f"{booking.gpu_hours(winner):,.0f} GPU-hours{money}.",
-        f"Run {' with '.join([schedule_and_split(winner), *quantize_words(winner)])}: "
+        f"Run {' with '.join([run_label(winner), *quantize_words(winner)])}: "
         f"{winner.step_s:.2f} s per step; {winner.jitter_s:.2f} s if durations vary by 5%, "
         f"{winner.slow_rank_s:.2f} s if one rank is 15% slower.",
     ]
@@ -260,7 +260,7 @@ def booking_lines(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]
         )
     found = generation_sensitivity(plan, asynchronous)
     better = f", and {found['best']} would be best ({found['best_step_s']:.2f} s)"
-    other = "" if found["best"] == schedule_and_split(winner) else better
+    other = "" if found["best"] == run_label(winner) else better
     lines.append(f"If rollouts are 20% slower than assumed: {found['step_s']:.2f} s{other}.")
     if costing.work.engine == "eager" and costing.work.compiles:
         lines.append(f"With model.compile=true (not yet run on a GPU): {winner.compiled_s:.2f} s.")
@@ -311,7 +311,7 @@ def _candidate_lines(
     figures = (
         f"{name or candidate.name:<17}{f'{candidate.trainers}+{candidate.rollouts}':>8}"
         f"{candidate.sharding:>6}{candidate.spec.task_size:>5}{candidate.spec.tsp_batch:>6}"
-        f"{candidate.spec.gap:>4}{recompute_cell(outcome):>13}{gib:>10}{outcome.step_s:>9.2f}"
+        f"{candidate.spec.gap:>4}{recompute_text(outcome):>13}{gib:>10}{outcome.step_s:>9.2f}"
         f"{max(outcome.jitter_s, outcome.slow_rank_s):>8.1f}{outcome.efficiency:>6.2f}"
         f"{booking.gpu_hours(outcome):>7.0f}"
     )
@@ -361,7 +361,7 @@ def asynchronous_line(plan: Plan, other: CandidateOutcome | None, chosen: bool) 
     )
     how = "" if chosen else " Its command: the same words with plan.async=true."
     return (
-        f"With one-step asynchrony: {schedule_and_split(other)}, {other.step_s:.2f} s per "
+        f"With one-step asynchrony: {run_label(other)}, {other.step_s:.2f} s per "
         f"step{ratio}. On the digits the held-out judge lost .001 to .010 by it "
         f"(benchmarks/results/learning_async.md).{how}"
     )

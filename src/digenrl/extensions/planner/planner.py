@@ -134,18 +134,10 @@ def make_plan(
             found[candidate] = seen[candidate]
         return sorted(found.values(), key=lambda outcome: outcome.expected_s)
 
-    coarse = [colocated_candidates(costing)] if not fixed.get("rollouts") else []
-    if fixed.get("rollouts") != 0:
-        numbers = {int(fixed["trainers"])} if "trainers" in fixed else None
-        for async_steps in range(1 + asynchronous):
-            candidates = _apply_choices(
-                costing, disaggregated_candidates(costing, async_steps, numbers), fixed
-            )
-            coarse.append(iter(promising_candidates(costing, candidates)))
     on_policy = math.inf
     """Seconds per step of the fastest on-policy run. Neighbours of on-policy runs must have a lower
     floor."""
-    for candidates in coarse:
+    for candidates in _first_candidates(costing, fixed, asynchronous):
         best = try_candidates(candidates)
         for number in range(ROUNDS):
             # A kind that its neighbours brought nowhere near the best is left.
@@ -181,6 +173,21 @@ def make_plan(
     if not seen:
         raise PlanError(_why_nothing(costing))
     return Plan(costing, bound_s, tuple(_rank_outcomes(finalists.values())), len(seen))
+
+
+def _first_candidates(
+    costing: Costing, fixed: Mapping[str, Any], asynchronous: bool
+) -> Iterator[Iterable[Candidate]]:
+    """Yield where the search begins: colocated runs, then splits of each asynchrony."""
+    if not fixed.get("rollouts"):
+        yield colocated_candidates(costing)
+    if fixed.get("rollouts") != 0:
+        numbers = {int(fixed["trainers"])} if "trainers" in fixed else None
+        for async_steps in range(1 + asynchronous):
+            candidates = _apply_choices(
+                costing, disaggregated_candidates(costing, async_steps, numbers), fixed
+            )
+            yield promising_candidates(costing, candidates)
 
 
 def _quick_step_floor(costing: Costing, candidate: Candidate) -> float:

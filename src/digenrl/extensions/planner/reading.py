@@ -58,11 +58,11 @@ def has_counted_sizes(composed: Composed) -> bool:
 def costing_of(composed: Composed) -> Costing:
     """Return the costing of the experiment on its hardware profile. Raises ValueError for a model
     without counted sizes."""
-    work, folder = read_workload(composed), config_directory() / "hardware" / "measured"
+    work, folder = workload_of(composed), config_directory() / "hardware" / "measured"
     return Costing(work, with_measured(parse_hardware(composed.settings.hardware), work, folder))
 
 
-def read_workload(composed: Composed) -> Workload:
+def workload_of(composed: Composed) -> Workload:
     """Return the experiment's workload. Raises ValueError for a model without counted sizes."""
     settings = composed.settings
     model_name = composed.choices["model"]

@@ -38,7 +38,7 @@ class DeadlockError(RuntimeError):
     """The event queue is empty although the run is not finished."""
 
 
-def simulate_steps(
+def simulate_run(
     spec: ScheduleSpec,
     cluster: Cluster,
     steps: int = 3,

@@ -181,7 +181,7 @@ def post_group(folder: Path, group: Group, media: Sequence[bytes]) -> Path:
     return target
 
 
-def keep_waiting(path: Path) -> bool:
+def renew_group(path: Path) -> bool:
     """Say that a rank still waits for the votes of a group; return False if its folder is gone."""
     try:
         os.utime(path, follow_symlinks=False)

@@ -31,8 +31,8 @@ from digenrl.extensions.votes.ballots import (
     MAX_PROMPT,
     Ballots,
     Group,
-    keep_waiting,
     post_group,
+    renew_group,
     votes_wanted,
 )
 from digenrl.extensions.votes.bradley_terry import fit_scores
@@ -131,7 +131,7 @@ class Votes:
         try:
             while not self._closed.wait(_POLL_S) and time.monotonic() < deadline:
                 self._tick()
-                if not keep_waiting(path):
+                if not renew_group(path):
                     post_group(self._folder, group, files)
                 before, votes = votes, self._ballots.votes_of(path.name)
                 if votes != before:

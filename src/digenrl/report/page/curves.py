@@ -69,12 +69,12 @@ def finish_axes(axes: Axes, title: str, ylabel: str = "", xlabel: str = "RL step
 def draw_reward(run: Run) -> Figure | None:
     """Draw the optimised reward (batch mean per RL step; fixed prompts and noise at evaluations)
     and the held-out score."""
-    steps, values = run.column_of("reward")
-    eval_steps, heldout = run.column_of("heldout", "eval")
-    fixed_steps, fixed = run.column_of("reward", "eval")
+    steps, values = run.column("reward")
+    eval_steps, heldout = run.column("heldout", "eval")
+    fixed_steps, fixed = run.column("reward", "eval")
     if not values and not heldout:
         return None
-    parts = [name for name in run.metric_names("reward/") if len(run.column_of(name)[1]) > 0]
+    parts = [name for name in run.metric_names("reward/") if len(run.column(name)[1]) > 0]
     figure = Figure(figsize=(WIDTH, 3.4 if len(parts) < 2 else 5.6), layout="constrained")
     rows = figure.subplots(1 if len(parts) < 2 else 2, 1, squeeze=False)[:, 0]
     if values:
@@ -107,7 +107,7 @@ def draw_reward(run: Run) -> Figure | None:
     rows[0].legend(handles, labels, loc="best")
     if len(parts) > 1:
         for index, name in enumerate(parts):
-            part_steps, part_values = run.column_of(name)
+            part_steps, part_values = run.column(name)
             draw_line(
                 rows[1],
                 part_steps,
@@ -133,26 +133,26 @@ def draw_policy(run: Run) -> Figure | None:
         ("ratio_max_dev", "Largest |ratio − 1|", "", True),
         ("grad_norm", "Gradient norm", "", False),
     ]
-    panels = [panel for panel in panels if run.column_of(panel[0])[1]]
+    panels = [panel for panel in panels if run.column(panel[0])[1]]
     if not panels:
         return None
     rows = (len(panels) + 1) // 2
     figure = Figure(figsize=(WIDTH, 2.35 * rows), layout="constrained")
     grid = figure.subplots(rows, min(2, len(panels)), squeeze=False).flatten()
     for axes, (key, title, label, logarithmic) in zip(grid, panels, strict=False):
-        steps, values = run.column_of(key)
+        steps, values = run.column(key)
         if key.endswith("max_dev"):
             axes.plot(
                 steps, values, color=BLUE, linewidth=1.2
             )  # a maximum: its mean would say nothing
         else:
             draw_line(axes, steps, values, key, BLUE)
-        ages = [name for name in run.metric_names(f"{key}/stale_") if any(run.column_of(name)[1])]
+        ages = [name for name in run.metric_names(f"{key}/stale_") if any(run.column(name)[1])]
         if key == "clip_fraction" and len(ages) > 1:
             axes.lines[-1].set_label("all")
             for name, colour in zip(ages, CYCLE[1:], strict=False):
                 draw_line(
-                    axes, *run.column_of(name), f"{name.rpartition('_')[2]} version(s) old", colour
+                    axes, *run.column(name), f"{name.rpartition('_')[2]} version(s) old", colour
                 )
             axes.legend(loc="best")
         finish_axes(axes, title, label)
@@ -178,7 +178,7 @@ def draw_diversity(run: Run) -> Figure | None:
         ("clip_kid", "KID to the reference (CLIP)", "MMD²", BLUE),
         ("kl", "KL to the base model", "nats per sample", BLUE),
     ]
-    panels = [panel for panel in panels if run.column_of(panel[0], "eval")[1]]
+    panels = [panel for panel in panels if run.column(panel[0], "eval")[1]]
     if not panels:
         return None
     columns, rows = min(2, len(panels)), -(-len(panels) // 2)
@@ -189,7 +189,7 @@ def draw_diversity(run: Run) -> Figure | None:
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
     for axes, (key, title, label, colour) in zip(grid, panels, strict=False):
-        steps, values = run.column_of(key, "eval")
+        steps, values = run.column(key, "eval")
         level, note = (1.0, "real data") if key == "diversity_ratio" else (values[0], "base model")
         draw_level(axes, level, note)
         axes.plot(steps, values, color=colour, marker="o", markersize=4)
@@ -201,14 +201,14 @@ def draw_diversity(run: Run) -> Figure | None:
 def step_time(run: Run) -> Figure | None:
     """Draw seconds per RL step, measured and predicted by the schedule's own cost model, and
     samples per second."""
-    steps, values = run.column_of("step_s")
+    steps, values = run.column("step_s")
     if not values:
         return None
-    panels = 1 + bool(run.column_of("samples_per_s")[1])
+    panels = 1 + bool(run.column("samples_per_s")[1])
     figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
     grid = figure.subplots(1, panels, squeeze=False)[0]
     grid[0].plot(steps, values, color=BLUE, label="measured", linewidth=1.4)
-    predicted_steps, predicted = run.column_of("predicted_step_s")
+    predicted_steps, predicted = run.column("predicted_step_s")
     if predicted:
         grid[0].plot(
             predicted_steps,
@@ -222,7 +222,7 @@ def step_time(run: Run) -> Figure | None:
     finish_axes(grid[0], "Time of one RL step", "seconds")
     grid[0].set_ylim(0, 1.1 * _robust_top([*values, *predicted]))
     if panels == 2:
-        steps, rate = run.column_of("samples_per_s")
+        steps, rate = run.column("samples_per_s")
         draw_line(grid[1], steps, rate, "samples/s", GREEN)
         finish_axes(grid[1], "Throughput, all ranks", "samples / s")
         grid[1].set_ylim(0, 1.1 * max(rate))

@@ -143,9 +143,7 @@ def _reward_rows(run: Run, summary: Summary) -> Iterable[list[str]]:
             given = _as_mapping(entry).get("weight", 1.0)
             weight = "held out" if role == "heldout" else f"{given:g}" if is_number(given) else DASH
             prefix = "heldout" if weight in ("held out", "0") else "reward"
-            values = (
-                run.column_of(f"{prefix}/{name}", "eval")[1] or run.column_of(f"reward/{name}")[1]
-            )
+            values = run.column(f"{prefix}/{name}", "eval")[1] or run.column(f"reward/{name}")[1]
             model = identities.get(name) or {}
             lost = summary["missing"].get(name, 0)
             why = (

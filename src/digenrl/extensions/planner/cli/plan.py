@@ -45,7 +45,7 @@ from digenrl.extensions.planner.plan_text import (
     eligible_outcomes,
     evaluation_words,
     explain_winner,
-    schedule_and_split,
+    run_label,
     train_words,
     wrap_text,
 )
@@ -84,7 +84,7 @@ def main(words: list[str]) -> int:
     lines += candidate_table(plan, asynchronous, booking, settings.plan.show, asked)
     if asked is not None:
         lines += wrap_text(
-            f"as configured, {schedule_and_split(asked)} of {plan.costing.hardware.gpus} GPUs: "
+            f"as configured, {run_label(asked)} of {plan.costing.hardware.gpus} GPUs: "
             f"{asked.step_s:.2f} s per step, {asked.step_s / made.winner.step_s:.2f} x the best"
         )
     if made.refused:
