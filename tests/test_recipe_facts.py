@@ -497,8 +497,8 @@ def decays(experiment: str, config: Any) -> Iterator[str]:
     ours = instantiate(config.algorithm.old_policy)
     for step in range(300):
         theirs = min(max(updates * (step + 1) - delay, 0) * ramp, ceiling)
-        if abs(ours.decay(step) - theirs) > ramp * 1.001:
-            yield f"the old policy keeps {ours.decay(step)} after RL step {step}, there {theirs}"
+        if abs(ours.decay_after(step) - theirs) > ramp * 1.001:
+            yield f"the old policy keeps {ours.decay_after(step)} after RL step {step}, there {theirs}"
             return
 
 

@@ -169,7 +169,9 @@ def test_black_is_minus_one_and_white_is_one_in_each_colour(
     monkeypatch.setattr(policy.codec, "width", policy.codec.height + 16)
     for colour in ((0, 0, 0), (255, 255, 255), (255, 0, 51)):
         image: Any = SimpleNamespace(
-            fitted=lambda height, width, colour=colour: Image.new("RGB", (width, height), colour)
+            fit_to_size=lambda height, width, colour=colour: Image.new(
+                "RGB", (width, height), colour
+            )
         )
         found = policy.codec.image_pixels(image)
         assert found.shape == (1, 3, policy.codec.height, policy.codec.width)

@@ -39,18 +39,18 @@ from digenrl.types import Prompt
 from reward_models.digit_judge import DigitJudge
 
 POINTS: dict[str, tuple[Any, str]] = {
-    "claim": (Claims, "take"),
-    "denoise": (RolloutEngine, "advance"),
+    "claim": (Claims, "take_next_task"),
+    "denoise": (RolloutEngine, "take_step"),
     "forward": (Policy, "velocity"),
     "decode": (RolloutEngine, "decode"),
-    "evaluate": (RolloutEngine, "evaluate"),
+    "evaluate": (RolloutEngine, "evaluate_prompts"),
     "save": (checkpoint_storage, "save_weights"),
     "reward": (RewardSuite, "score"),
     "scorer": (DigitJudge, "__call__"),
     "send": (SocketLink, "send"),
     "receive": (SocketLink, "receive"),
     "accumulate": (PolicyModule, "training_step"),
-    "reduce": (gradients, "average"),
+    "reduce": (gradients, "average_grads"),
     "publish": (Publisher, "publish"),
 }
 """Besides these: `before_join` and `after_join`, around the moment when a rank joins the control

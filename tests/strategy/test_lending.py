@@ -366,8 +366,8 @@ def test_a_waiting_trainer_looks_at_everything_in_its_order_and_waits_for_a_mess
     trainer, done = Trainer(store, tmp_path, ALONE), list[str]()
     lending, moves = trainer.lending, iter(["wait", "train"])
     parts: list[tuple[Any, str]] = [
-        (lending, "_see_losses"), (lending, "_cut"), (lending, "_recall"),
-        (lending._spans, "read"), (lending._runner, "settle"), (lending._stop_vote, "check"),
+        (lending, "_see_losses"), (lending, "_next_trainable_fragment"), (lending, "_republish_previous"),
+        (lending._spans, "record_finished"), (lending._runner, "settle_sends"), (lending._stop_vote, "check_for_stop"),
     ]  # fmt: skip
     for part, name in parts:
         monkeypatch.setattr(part, name, lambda *_, name=name: done.append(name))
@@ -376,8 +376,8 @@ def test_a_waiting_trainer_looks_at_everything_in_its_order_and_waits_for_a_mess
         lending._inbox, "receive_message", lambda seconds: done.append(str(seconds))
     )
     assert lending._wait_for_move(trainer.board, 0, [(0,)]) is None
-    looks = ["0.0", "read", "_see_losses", "_cut", "move"]
-    waits_ = ["_recall", "0.2", "settle", "check"]
+    looks = ["0.0", "record_finished", "_see_losses", "_next_trainable_fragment", "move"]
+    waits_ = ["_republish_previous", "0.2", "settle_sends", "check_for_stop"]
     assert done[:14] == [*looks, *waits_, *looks]
 
 

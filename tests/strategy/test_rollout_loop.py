@@ -210,19 +210,24 @@ def test_a_wait_has_its_end_before_whatever_is_done_next(
     noted(
         monkeypatch, done, (life.mail, "end_wait", None), (runner, "take_over", "taken over"),
         (runner, "begin_task", "begun"), (runner, "generate", "made"), (runner, "score", "scored"),
-        (runner, "send", None), (runner, "takes_next_task", True), (runner, "claim_task", "task"),
-        (evaluating, "claim_piece", piece), (evaluating, "make", None),
+        (runner, "send_results", None), (runner, "takes_next_task", True), (runner, "claim_task", "task"),
+        (evaluating, "claim_piece", piece), (evaluating, "make_piece", None),
     )  # fmt: skip
     between = worker._between_steps
     worker._version = 4
     life.mail.suspended.append(suspended)
     assert worker._make_task()
-    rest = [("score", "made"), ("send", "made", "scored")]
+    rest = [("score", "made"), ("send_results", "made", "scored")]
     taken = [("end_wait", "tail"), ("take_over", suspended)]
     assert done == [*taken, ("generate", "taken over", "generate", between), *rest]
     done.clear()
     assert worker._make_task()
-    claimed = [("takes_next_task", 4), ("claim", 4), ("end_wait", "tail"), ("begin_task", "task")]
+    claimed = [
+        ("takes_next_task", 4),
+        ("claim_task", 4),
+        ("end_wait", "tail"),
+        ("begin_task", "task"),
+    ]
     assert done == [*claimed, ("generate", "begun", "generate", between), *rest]
     done.clear()
     noted(monkeypatch, done, (runner, "generate", None))
@@ -231,9 +236,9 @@ def test_a_wait_has_its_end_before_whatever_is_done_next(
     done.clear()
     assert worker._make_evaluation_piece()
     assert done == [
-        ("claim", 4),
+        ("claim_piece", 4),
         ("end_wait", "tail"),
-        ("make", 4, piece, life.mail.receive_messages),
+        ("make_piece", 4, piece, life.mail.receive_messages),
     ]
     done.clear()
     noted(monkeypatch, done, (runner, "take_over", None))

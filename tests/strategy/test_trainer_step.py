@@ -453,24 +453,24 @@ def test_what_lightning_and_researchers_ask_for_is_asked_of_the_part_that_does_i
     wanted = next_fragment(ASYNC, pending, board.completed)
     assert strategy.cut_fragment(pending, board) == wanted == (0,)
     assert strategy.on_bubble(board, pending) == "rounds_to_lend"
-    assert strategy.block_backward_sync() == "accumulation"
+    assert strategy.block_backward_sync() == "accumulate_gradients"
     strategy.save_checkpoint({"a": 1}, "here")
     DisaggregatedStrategy.wait_for_checkpoint(strategy)
-    assert strategy.load_checkpoint("there") == "load"
+    assert strategy.load_checkpoint("there") == "load_checkpoint"
     assert strategy.optimizer_state("one") == "optimizer_state"
     strategy._optimizers = cast(Any, ["one"])
     strategy.load_optimizer_state_dict({"b": 2})
     strategy.begin_training(cast(Any, SimpleNamespace(current_epoch=5)))
     assert strategy.state.first_step == 5
     assert done == [
-        ("rounds", board, pending),
-        ("accumulation",),
-        ("begin", {"a": 1}, Path("here")),
-        ("wait",),
-        ("load", Path("there")),
+        ("rounds_to_lend", board, pending),
+        ("accumulate_gradients",),
+        ("begin_writing", {"a": 1}, Path("here")),
+        ("wait_until_written",),
+        ("load_checkpoint", Path("there")),
         ("optimizer_state", "one"),
         ("load_optimizers", ["one"], {"b": 2}),
-        ("begin",),
+        ("publish_first_version",),
     ]
     assert strategy.restore_checkpoint_after_setup
     state = {"weight": torch.ones(2)}
@@ -504,9 +504,9 @@ def test_a_micro_batch_and_an_update_do_all_that_is_theirs_in_order(
     ends, stopping = [False, True, True], [False, True]
     step = Notes(
         done,
-        train=partial(inside, "micro-batch"),
+        train_micro_batch=partial(inside, "micro-batch"),
         tokens_shared=partial(inside, "shared"),
-        update=lambda: ends.pop(0),
+        count_update=lambda: ends.pop(0),
     )
     scale = strategy.rank_setup.loss_scale
     assert scale > 1
@@ -534,13 +534,13 @@ def test_a_micro_batch_and_an_update_do_all_that_is_theirs_in_order(
         ("shared",),
         ("plain backward", torch.tensor(2.0 * scale), "optimizer"),
         "shared ends",
-        ("reduce",),
+        ("reduce_gradients",),
     ]
     for closes, stops in ((False, False), (True, False), (True, True)):
         done.clear()
         assert strategy.optimizer_step("optimizer", "closure", "model") == "optimizer_step made"
         made = [("plain optimizer_step", "optimizer", "closure", "model")]
-        assert done == made + [("publish",), ("any", True, False), ("forget",)] * closes
+        assert done == made + [("publish",), ("any", True, False), ("forget_choices",)] * closes
         assert trainer.should_stop == stops
 
 
@@ -722,7 +722,7 @@ def test_a_rollout_waits_for_the_trainers_says_that_it_joined_and_sends_all_befo
         def __init__(self, *given: Any) -> None:
             done.append(given)
 
-        def run(self) -> None:
+        def run_until_done(self) -> None:
             done.append("run")
             if leaves:
                 strategy.session.leave.set()

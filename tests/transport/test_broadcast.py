@@ -156,7 +156,7 @@ def test_a_version_that_lost_a_member_half_way_arrives_whole_as_streams(
 
 # ---- real commands
 
-TAKEN = "digenrl.transport.broadcast.BroadcastLink._taken"
+TAKEN = "digenrl.transport.broadcast.BroadcastLink._receive_bucket"
 """A fault's point: a rollout takes a bucket."""
 APART = (*SMALL, "allocation.trainers=1", "allocation.rollouts=2", "max_rl_steps=5")
 

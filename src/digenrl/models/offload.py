@@ -126,8 +126,8 @@ class _Kept:
     def _copy_out(self, source: Tensor) -> Tensor:
         if self._copied is None:
             return source.clone()
-        side = _copy_stream(self._device)
         # The copy begins when the tensor has been computed.
+        side = _copy_stream(self._device)
         side.wait_stream(torch.accelerator.current_stream(self._device))
         host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         with side:
