@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 from _pytest.logging import LogCaptureHandler
 
+from digenrl import config as configuration
 from tests.conftest import ROOT
 from tests.strategy.faults import InjectedError
 from tests.strategy.processes import TINY
@@ -145,6 +146,9 @@ def fork_main(
         environment: all its variables; None: the test's.
         closed: of its standard streams 0, 1 and 2, those that it begins without, as after `>&-`.
     """
+    with suppress(configuration.ConfigError):  # which the command says
+        # What Hydra composes here, and which targets there are, is known in every later fork.
+        configuration.load([word for word in words[1:] if not word.startswith("-")])
     # what is imported is 600,000 objects: no fork should look through them, which copies their
     # pages
     gc.collect()
