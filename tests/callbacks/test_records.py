@@ -7,8 +7,6 @@ import csv
 import json
 import os
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from wandb.proto import wandb_internal_pb2
 from digenrl import config, parts
 from digenrl.callbacks.loggers import Guarded, continue_record
 from digenrl.callbacks.wandb_logger import WandbLogger
-from tests.conftest import ROOT
+from tests.training import PATIENCE_S, fork_main
 
 FAST = [
     "experiment=digits_flowgrpo",
@@ -72,16 +70,17 @@ def history(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def run(words: list[str], folder: Path) -> Path:
+def run(words: list[str], folder: Path, name: str) -> Path:
+    """Run `digenrl WORDS` to its end, and return the run's directory."""
     environment = os.environ | {
-        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
         "WANDB_MODE": "offline",
         **{f"WANDB_{name}_DIR": str(folder / "home") for name in ("CACHE", "CONFIG", "DATA")},
     }
-    command = [sys.executable, "-m", "digenrl", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
-    assert done.returncode == 0, done.stderr
-    return Path(done.stdout.splitlines()[-1])
+    out, err = (folder / f"{name}.{stream}" for stream in ("out", "err"))
+    process = fork_main(words, folder, out, err, environment)
+    process.join(PATIENCE_S)
+    assert process.exitcode == 0, err.read_text()
+    return Path(out.read_text().splitlines()[-1])
 
 
 @pytest.mark.processes
@@ -89,10 +88,11 @@ def test_a_resumed_run_goes_on_in_every_record(tmp_path: Path) -> None:
     loggers = ["+logger.csv._target_=lightning.pytorch.loggers.CSVLogger", "+logger.csv.name=csv"]
     loggers += ["+logger.csv._partial_=true", "+logger.csv.version=''", "logger.wandb.group=seeds"]
     words = ["train", *FAST, "max_rl_steps=2", "logger=wandb", *loggers, f"output_root={tmp_path}"]
-    run_dir = run([*words, "logger.wandb.tags=[one,two]"], tmp_path)
+    run_dir = run([*words, "logger.wandb.tags=[one,two]"], tmp_path, "first")
     rows = list(csv.DictReader((run_dir / "csv/metrics.csv").open()))
     first = len(rows)
-    run(["resume", str(run_dir), "max_rl_steps=3", "algorithm.optimizer.lr=1e-5"], tmp_path)
+    more = ["max_rl_steps=3", "algorithm.optimizer.lr=1e-5"]
+    run(["resume", str(run_dir), *more], tmp_path, "again")
     rows = list(csv.DictReader((run_dir / "csv/metrics.csv").open()))
     assert len(rows) > first
     steps = {row["reward"]: int(row["step"]) for row in rows if row["reward"]}

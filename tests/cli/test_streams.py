@@ -23,7 +23,7 @@ from digenrl.record.run_dir import append_event
 from digenrl.report.build import rebuild_report
 from digenrl.report.tables import final_table
 from tests.report.synthetic import write_run
-from tests.training import ROOT, SMALL, TINY
+from tests.training import PATIENCE_S, ROOT, SMALL, TINY, fork_main
 
 EVIL = "\x1b]0;pwned\x07\x1b[2J\x1b[31mred\x9b5n\u202eabc\r\b"
 RAW = ("\x1b", "\x07", "\x9b", "\u202e", "\b")
@@ -114,12 +114,31 @@ def command(tmp_path: Path | bytes, tail: str, *words: str) -> subprocess.Comple
 
 @pytest.mark.heavy
 @pytest.mark.processes
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_run_with_closed_streams_is_complete(tmp_path: Path, closed: str) -> None:
-    done = command(tmp_path, closed, *TINY, *SMALL, "max_rl_steps=1")
-    assert done.returncode == 0, done.stderr
-    assert b"Traceback" not in done.stderr + done.stdout
-    (summary,) = tmp_path.glob("outputs/*/*/summary.json")
+def test_a_run_with_closed_streams_is_complete(tmp_path: Path) -> None:
+    done = command(tmp_path, "<&- >&- 2>&-", *TINY, *SMALL, "max_rl_steps=1")
+    assert done.returncode == 0
+    assert_complete(tmp_path)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("closed", [1, 2], ids=["stdout", "stderr"])
+def test_a_run_with_one_closed_stream_is_complete(tmp_path: Path, closed: int) -> None:
+    files = [tmp_path / name for name in ("out", "err")]
+    process = fork_main(
+        ["train", *TINY, *SMALL, "max_rl_steps=1"], tmp_path, *files, closed=[closed]
+    )
+    process.join(PATIENCE_S)
+    said = "".join(file.read_text() for file in files)
+    assert process.exitcode == 0, said
+    assert "Traceback" not in said
+    assert files[closed - 1].read_text() == ""
+    assert files[2 - closed].read_text()
+    assert_complete(tmp_path)
+
+
+def assert_complete(directory: Path) -> None:
+    """The run in it has ended well, and no file of it has a traceback."""
+    (summary,) = directory.glob("outputs/*/*/summary.json")
     assert json.loads(summary.read_text())["status"] == "completed"
     for file in summary.parent.rglob("*"):
         if file.is_file():

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.strategy.processes import TINY
+from tests.training import fork_main
 
 SCRIPTS = ROOT / "scripts"
 
@@ -44,30 +46,62 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _unscheduled() -> dict[str, str]:
+    """Return this process's environment without what a scheduler says in it."""
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("SLURM_", "TORCHELASTIC"))
+    }
+
+
+class Forked:
+    """A fork of the test's process, with the interface of a `Popen`."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        assert process.pid is not None
+        self._process, self.pid = process, process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked command", timeout or 0.0)
+        return self._process.exitcode
+
+
 class Processes:
     """Processes of a test, each in a session of its own; all of them are gone afterwards."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._started: list[subprocess.Popen[bytes] | Forked] = []
 
     def start(self, command: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
         number = len(self._started)
-        own = {
-            key: value
-            for key, value in os.environ.items()
-            if not key.startswith(("SLURM_", "TORCHELASTIC"))
-        }
         with (
             (self._logs / f"{number}.out").open("wb") as out,
             (self._logs / f"{number}.err").open("wb") as err,
         ):
-            self._started.append(
-                subprocess.Popen(
-                    command, stdout=out, stderr=err, env=own | environment, start_new_session=True
-                )
+            process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=err,
+                env=_unscheduled() | environment,
+                start_new_session=True,
             )
-        return self._started[-1]
+        self._started.append(process)
+        return process
+
+    def fork(self, words: Sequence[str], **environment: str) -> None:
+        """Start `digenrl WORDS` as `start` does, as a fork of the test's process."""
+        number = len(self._started)
+        out, err = (self._logs / f"{number}.{stream}" for stream in ("out", "err"))
+        self._started.append(
+            Forked(fork_main(words, Path.cwd(), out, err, _unscheduled() | environment))
+        )
 
     def codes(self, seconds: float = 600.0) -> list[int]:
         return [process.wait(timeout=seconds) for process in self._started]
@@ -139,6 +173,7 @@ def srun(
     more: Sequence[Sequence[str]] = (),
     order: Sequence[int] = (),
     pause_s: float = 0.0,
+    fork: bool = False,
 ) -> None:
     """Start tasks as `srun --ntasks` does on one node.
 
@@ -146,6 +181,7 @@ def srun(
         more: further words of each task.
         order: order in which they start; (): by their numbers.
         pause_s: seconds between two starts.
+        fork: whether `command` has the words of `digenrl`, and each task is a fork of the test.
     """
     port = str(free_port())
     for rank in order or range(tasks):
@@ -158,6 +194,5 @@ def srun(
             "SLURM_LOCALID": str(rank),
             "SLURM_NODEID": "0",
         }
-        processes.start(
-            [*command, *(more[rank] if more else ())], **(STEP | step | {"MASTER_PORT": port})
-        )
+        begin = processes.fork if fork else processes.start
+        begin([*command, *(more[rank] if more else ())], **(STEP | step | {"MASTER_PORT": port}))

@@ -195,15 +195,15 @@ def test_a_task_that_is_ready_early_waits_for_process_0(
 @pytest.mark.timeout(400)
 def test_one_process_verifies_the_checkpoint_of_all(tmp_path: Path, processes: Processes) -> None:
     """The newest one is damaged: process 0 passes it over, and the other follows it."""
-    command = [sys.executable, "-m", "digenrl.cli.train"]
-    srun(processes, [*command, *words(tmp_path, 2, 0, "callbacks.checkpoint.every=1")], 2)
+    given = words(tmp_path, 2, 0, "callbacks.checkpoint.every=1")
+    srun(processes, ["train", *given], 2, fork=True)
     assert processes.codes() == [0, 0], processes.tails()
     (run_dir,) = tmp_path.glob("outputs/*/*")
     damaged = run_dir / "checkpoints/step-000002/policy.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
     assert newest_checkpoint(run_dir).name == "step-000001"
     assert newest_checkpoint(run_dir, verifies=False).name == "step-000002"
-    srun(processes, [*command, f"resume={run_dir}", "max_rl_steps=3"], 2)
+    srun(processes, ["train", f"resume={run_dir}", "max_rl_steps=3"], 2, fork=True)
     assert processes.codes() == [0, 0, 0, 0], processes.tails()
     assert "passed over for step-000001" in processes.said(2, "err")
     assert "passed over" not in processes.said(3, "err")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,11 +178,28 @@ def test_ranks_take_over_what_the_driver_was_given() -> None:
 
 
 def test_no_lack_is_told_while_processes_start() -> None:
-    places = Places(None, ({"GPU": 1}, {"CPU": 1, "spot": 0.5}, {"far": 9}), 2, 60.0, 1.0)
+    places = Places(None, ({"GPU": 1}, {"CPU": 1, "spot": 0.5}, {"far": 9}), 2, 60.0, 60.0, 1.0)
     free = {"GPU": 2.0, "CPU": 4.0, "spot": 1.0}
     assert all_reserved(places, free, {"GPU": 1.0, "CPU": 3.0, "spot": 0.5})
     assert not all_reserved(places, free, {"GPU": 2.0, "CPU": 3.0, "spot": 0.5})
     assert not all_reserved(places, {"CPU": 4.0, "spot": 1.0}, {"CPU": 3.0, "spot": 0.5})
+
+
+SLOWLY = """
+from digenrl.launchers.on_ray import Places, seated
+
+with seated(Places(None, ({"CPU": 0.1},), 1, 60.0, 0.0, 1.0), 1):
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_starts_slowly_lacks_no_place() -> None:
+    """Its resources are reserved, so it gets the time of a start and not that of a place."""
+    pytest.importorskip("ray")
+    done = subprocess.run([sys.executable, "-c", SLOWLY], capture_output=True, text=True)
+    assert "PlacementError: the processes of 1 ranks (rank 0: {'CPU': 0.1}) have not" in done.stderr
+    assert "no place" not in done.stderr
 
 
 def test_an_address_that_ranks_could_not_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,8 @@ class Places:
     them."""
     wait_s: float
     """Seconds within which the first ranks must have a place."""
+    start_s: float
+    """Seconds within which their processes must then have started."""
     respawn_s: float
     """Seconds before a dead rollout is replaced. They double with each replacement that dies
     early."""
@@ -121,6 +123,7 @@ class RayLauncher:
                 wants,
                 sum(begins_with(settings)),
                 own.wait_s,
+                settings.limits.start_s,
                 own.respawn_s,
                 tuple(words_to_join(settings.tree)),
             ),
@@ -352,7 +355,7 @@ def all_reserved(places: Places, free: Mapping[str, float], now: Mapping[str, fl
         now: what is free now.
 
     Example:
-        >>> places = Places(None, ({"CPU": 1}, {"CPU": 1}), 2, 60.0, 1.0)
+        >>> places = Places(None, ({"CPU": 1}, {"CPU": 1}), 2, 60.0, 60.0, 1.0)
         >>> all_reserved(places, {"CPU": 4}, {"CPU": 2}), all_reserved(places, {"CPU": 1}, {})
         (True, False)
     """
@@ -365,14 +368,15 @@ def all_reserved(places: Places, free: Mapping[str, float], now: Mapping[str, fl
 
 
 def _wait_for_places(places: Places, answers: Sequence[Any], before: Mapping[str, float]) -> None:
-    """Wait until every rank has a place. `before` is what was free before they asked.
+    """Wait until every rank has a place, and then until their processes have started. `before` is
+    what was free before they asked.
 
     Raises:
-        PlacementError: a rank had no place after `wait_s`.
+        PlacementError: a rank had no place after `wait_s`, or no process `start_s` later.
     """
     import ray
 
-    deadline, told = time.monotonic() + places.wait_s, False
+    deadline, told, reserved = time.monotonic() + places.wait_s, False, False
     while True:
         left = max(0.0, deadline - time.monotonic())
         _, missing = ray.wait(list(answers), num_returns=len(answers), timeout=min(_TELL_S, left))
@@ -387,6 +391,17 @@ def _wait_for_places(places: Places, answers: Sequence[Any], before: Mapping[str
             return
         ranks = [rank for rank, answer in enumerate(answers) if answer in missing]
         wants = "; ".join(f"rank {rank}: {dict(places.wants[rank])}" for rank in ranks[:4])
+        # A process imports for seconds, on a slow disk for minutes: that is no lack of places.
+        if not reserved and all_reserved(places, before, ray.available_resources()):
+            reserved, deadline = True, time.monotonic() + places.start_s
+        if reserved:
+            if time.monotonic() > deadline:
+                raise PlacementError(
+                    f"the processes of {len(ranks)} ranks ({wants}) have not started "
+                    f"{places.start_s:g} s after they had a place: read Ray's logs on their nodes; "
+                    "raise limits.start_s where disks are slow."
+                )
+            continue
         has, free = (
             {name: amount for name, amount in found().items() if not _INTERNAL.search(name)}
             for found in (ray.cluster_resources, ray.available_resources)
@@ -400,7 +415,7 @@ def _wait_for_places(places: Places, answers: Sequence[Any], before: Mapping[str
                 f"{lack}, after {places.wait_s:g} s: add nodes, change ray.resources, or set a "
                 "smaller allocation; raise ray.wait_s where nodes still start."
             )
-        if not told and not all_reserved(places, before, ray.available_resources()):
+        if not told:
             print(
                 f"{lack}; waiting up to {places.wait_s:g} s (ray.wait_s)",
                 file=sys.stderr,

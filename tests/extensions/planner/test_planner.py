@@ -525,11 +525,14 @@ def command_of(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize("prompts", [8, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("hardware", ["h20x16", "a100x32", "testbed_ac"])
 def test_a_plan_of_many_gpus_is_one_screen_of_100_columns(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], hardware: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], hardware: str, prompts: int
 ) -> None:
+    """Seconds follow the prompts of a batch, the text follows the GPUs."""
     words = ["experiment=wan21_flowgrpo", f"hardware={hardware}", "output_root=plans"]
+    words += [f"data.prompts_per_batch={prompts}"]
     with contextlib.chdir(tmp_path):
         assert plan_command.main([*words, "plan.plot=false", "plan.simulated_steps=4"]) == 0
     *shown, _ = capsys.readouterr().out.splitlines()
