@@ -244,7 +244,7 @@ def test_a_wait_has_its_end_before_whatever_is_done_next(
     noted(monkeypatch, done, (runner, "take_over", None))
     life.mail.suspended.append(suspended)
     assert worker._make_task()
-    assert [name for name, *_ in done][1:4] == ["take_over", "takes_next_task", "claim"], (
+    assert [name for name, *_ in done][1:4] == ["take_over", "takes_next_task", "claim_task"], (
         "it is another's"
     )
     done.clear()
