@@ -47,6 +47,9 @@ class SamplingSpec:
     eval_solver: denoise.Solver = "euler"
     eval_batch: int | None = None
     """Samples of evaluation at once, of one or more prompts; None = all of a prompt."""
+    lora: str | None = None
+    """Adapter of rollouts and evaluations that training leaves out (`Policy.sample_with`); None =
+    no such adapter."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ def ode_samples(
     before_step: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Media as in `Pictures`; arguments as in `RolloutEngine.evaluate`."""
+    if sampling.lora is not None:
+        policy.sample_with(sampling.lora)
     grid = policy.sigma_grid(steps or sampling.eval_steps or sampling.steps)
     batches = fixed_batches(policy, sampling, prompts, samples_per_prompt, seed, EVAL_STREAM)
     sample = partial(
@@ -97,7 +102,7 @@ def ode_samples(
         before_step=before_step,
         solver=sampling.eval_solver,
     )
-    with policy.guided(sampling.eval_guidance_scale):
+    with policy.guided(sampling.eval_guidance_scale), policy.adapter.sampling():
         # Nothing is stored: fp32 between the steps, as a plain pipeline would have it.
         return torch.cat(
             [policy.codec.decode(sample(c, draw(keys.INITIAL))).cpu() for c, draw in batches]
@@ -159,6 +164,8 @@ class RolloutEngine:
         keep_final: bool = False,
     ) -> None:
         self.policy = policy.eval()
+        if sampling.lora is not None:
+            policy.sample_with(sampling.lora)
         self._rewards, self._kernel, self._selection = rewards, kernel, selection
         self.sampling, self.seed = sampling, seed
         self._keep_means, self._keep_final = keep_means, keep_final
@@ -198,9 +205,10 @@ class RolloutEngine:
         before = generation.state
         condition, grid = self._inputs(generation.prompt)
         plan = self._plan(generation.task, generation.prompt)
-        state = denoise.advance(
-            self.policy, condition, before, grid, self._kernel, plan, self._keep_means
-        )
+        with self.policy.adapter.sampling():
+            state = denoise.advance(
+                self.policy, condition, before, grid, self._kernel, plan, self._keep_means
+            )
         return replace(generation, state=state)
 
     def _inputs(self, prompt: Prompt) -> tuple[dict[str, Tensor], Tensor]:
@@ -281,7 +289,8 @@ class RolloutEngine:
             drawn = fixed_batches(
                 self.policy, self.sampling, prompts, kl_samples, seed, divergence.STREAM
             )
-            moved = divergence.divergence(self.policy, drawn, self.grid, before_step)
+            with self.policy.adapter.sampling():
+                moved = divergence.divergence(self.policy, drawn, self.grid, before_step)
             kl[:, :kl_samples] = moved.view(len(prompts), kl_samples).cpu()
         noisy = torch.full((len(media),), torch.nan)
         made = self._noisy_sample(prompts[0], before_step) if noisy_too else None
@@ -301,7 +310,10 @@ class RolloutEngine:
         condition = self.policy.codec.encode([prompt])
         for _ in range(self.sampling.steps):
             before_step()
-            state = denoise.advance(self.policy, condition, state, self.grid, self._kernel, plan)
+            with self.policy.adapter.sampling():
+                state = denoise.advance(
+                    self.policy, condition, state, self.grid, self._kernel, plan
+                )
         return self.policy.codec.decode(state.latents)
 
     def _plan(self, task: Task, prompt: Prompt) -> StepPlan:

@@ -55,9 +55,9 @@ class ScoutingEngine(RolloutEngine):
         for turn in range(self._candidates):
             numbers = range(first + turn * task.samples, first + (turn + 1) * task.samples)
             start = self._start(denoise.SampleKey(self.seed, task.step, prompt.uid, tuple(numbers)))
-            media = self.policy.codec.decode(
-                denoise.ode_sample(self.policy, condition, start.latents, grid)
-            )
+            with self.policy.adapter.sampling():
+                clean = denoise.ode_sample(self.policy, condition, start.latents, grid)
+            media = self.policy.codec.decode(clean)
             found = self._scorer.submit(media, [prompt] * task.samples)
             tried.append(combine(found.result(), self._rewards.weights))
         scores = torch.cat(tried)
