@@ -78,8 +78,8 @@ def facts(summary: Summary) -> list[tuple[str, str]]:
     rows = [
         ("RL steps", str(summary["rl_steps"])),
         ("reward", change(summary, "reward")),
-        *(("published", sentence(entry)) for entry in curves),
-        *(() if curves else (("published", NONE_KNOWN),)),
+        *(("published", sentence(entry)) for entry in curves or ()),
+        *((("published", NONE_KNOWN),) if curves == [] else ()),
         ("held-out score", change(summary, "heldout")),
         ("diversity / real data", number(summary["diversity_ratio"])),
         ("nearest real sample", change(summary, "nn_distance")),
