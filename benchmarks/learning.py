@@ -1,5 +1,5 @@
-"""Does it learn, at what price, how surely? Whole training runs on the digits task, a table and a
-plot per study.
+"""Does it learn, at what price, how surely? Whole training runs on the digits task (`fewstep`: the
+drawn scenes), a table and a plot per study.
 
     python -m benchmarks.learning [study=algorithms] [seeds=0,1,2] [steps=40]
     [runs=outputs/learning] [key=value ...]
@@ -7,6 +7,7 @@ plot per study.
 Studies:
     algorithms  every algorithm at the same sample budget (experiment=digits_*);
     forward     the methods of the forward process beside Flow-GRPO, at the same sample budget;
+    fewstep     methods on the two-step student of the drawn scenes (experiment=scenes_fewstep, use steps=24);
     kl          the KL weight of digits_flowgrpo: held-out judge against diversity;
     async       one-step asynchrony (every group one version old) with each off-policy correction and with none,
                 against on-policy at equal RL steps, paired by seed, 2000 evaluation samples.
@@ -30,10 +31,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from digenrl.rollout.engine import picture_detail
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 ALGORITHMS = ("flowgrpo", "dancegrpo", "cps", "mixgrpo", "guard", "dppo", "nft", "dpo")
 FORWARD = ("flowgrpo", "nft", "awm", "dgpo", "rvm")
+FEWSTEP = {
+    "nft": (),
+    "awm": ("algorithm=awm", "~algorithm.beta", "algorithm.kl_weight=1e-2"),
+    "flowgrpo": (
+        "algorithm=flow_grpo",
+        "~algorithm.beta",
+        "~algorithm.max_advantage",
+        "algorithm.clip_range=2e-4",
+        "algorithm.kl_weight=0",
+    ),
+    "rvm grid": (
+        "algorithm=rvm",
+        "~algorithm.beta",
+        "algorithm.levels=grid",
+        "algorithm.scale=0.3",
+        "algorithm.kl_weight=1e-2",
+    ),
+    "rvm any level": ("algorithm=rvm", "~algorithm.beta", "algorithm.kl_weight=3e-2"),
+}
+"""Methods on the two-step student, with the words of benchmarks/results/fewstep-2026-11-28.md."""
 WANTED_GAIN = 0.2
 """What an algorithm should add to held-out judge B on every seed, at the sample budget that all
 share."""
@@ -55,6 +81,10 @@ FACTS = (
     "wall_s",
 )
 """What is kept of a run's summary.json."""
+HELD_OUT = ("perfect", "judge", "diversity_ratio", "place_ratio", "sharpness", "kl")
+"""What is kept of a student's last evaluation, whose prompts are half of unseen kinds: shares of
+samples of which all assertions hold, by the reward's judge and by another; spreads and detail
+relative to drawn scenes and to the student's start; nats to the base model."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +102,10 @@ def variants(study: str) -> list[Variant]:
         return [Variant(name, (f"experiment=digits_{name}",)) for name in ALGORITHMS]
     if study == "forward":
         return [Variant(name, (f"experiment=digits_{name}",)) for name in FORWARD]
+    if study == "fewstep":
+        return [
+            Variant(name, ("experiment=scenes_fewstep", *words)) for name, words in FEWSTEP.items()
+        ]
     if study == "kl":
         return [
             Variant(f"KL {kl}", ("experiment=digits_flowgrpo", f"algorithm.kl_weight={kl}"))
@@ -88,7 +122,7 @@ def variants(study: str) -> list[Variant]:
         return rows + [
             Variant(name, (*common, *stale, f"algorithm/surrogate={name}")) for name in CORRECTIONS
         ]
-    raise ValueError(f"study={study}: use algorithms, forward, kl or async")
+    raise ValueError(f"study={study}: use algorithms, forward, fewstep, kl or async")
 
 
 def run(
@@ -109,8 +143,28 @@ def run(
         raise RuntimeError(
             f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-2000:]}"
         )
-    summary = json.loads((Path(done.stdout.strip().splitlines()[-1]) / "summary.json").read_text())
-    return {key: summary.get(key) for key in FACTS}
+    run_dir = Path(done.stdout.strip().splitlines()[-1])
+    summary = json.loads((run_dir / "summary.json").read_text())
+    facts = {key: summary.get(key) for key in FACTS}
+    if "experiment=scenes_fewstep" in variant.words:
+        facts |= {"alarms": summary["alarms"], "start": held_out(run_dir, 0)}
+        facts["end"] = held_out(run_dir, steps)
+    return facts
+
+
+def held_out(run_dir: Path, rl_step: int) -> dict[str, float]:
+    """The numbers `HELD_OUT` of the evaluation after `rl_step`."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    found = next(row for row in lines if row["kind"] == "eval" and row["rl_step"] == rl_step)
+    details = [median_detail(run_dir / "samples" / f"eval-{step}.npz") for step in (0, rl_step)]
+    found["sharpness"] = details[1] / details[0]
+    return {name: found[name] for name in HELD_OUT}
+
+
+def median_detail(pictures: Path) -> float:
+    """The detail of a file's pictures, their median."""
+    media = torch.from_numpy(np.load(pictures)["media"])
+    return float(picture_detail(media.float() / 255).median())
 
 
 def study_rows(
@@ -156,7 +210,10 @@ def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
 
 def table(study: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Markdown lines: a row per run, then for `algorithms` the rise of judge B, for `async` the
-    paired losses."""
+    paired losses; for `fewstep` what is held out, by method and by run."""
+    if study == "fewstep":
+        yield from held_out_table(rows)
+        return
     yield (
         "| variant | seed | reward A | held-out judge B | diversity ratio | distance to real | "
         "ratio dev. | wall s |"
@@ -183,6 +240,35 @@ def table(study: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for name, losses in paired_losses(rows).items():
         mean, half = mean_and_half_width(losses)
         yield f"| {name} | {mean:+.4f} | {mean - half:+.4f} .. {mean + half:+.4f} | {len(losses)} |"
+
+
+def held_out_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Markdown lines: means of `HELD_OUT` with 95 % intervals for the start and each method, then
+    every run."""
+    yield "| method | " + " | ".join(HELD_OUT) + " | seeds | alarms |"
+    yield "|---|" + "---|" * (len(HELD_OUT) + 2)
+    order = list(dict.fromkeys(row["variant"] for row in rows))
+    groups = [("start", "start", rows[:1])]
+    groups += [(name, "end", [row for row in rows if row["variant"] == name]) for name in order]
+    for name, moment, members in groups:
+        cells = [
+            with_interval(*mean_and_half_width([row[moment][key] for row in members]))
+            for key in HELD_OUT
+        ]
+        told = [str(alarm) for row in members for alarm in row["alarms"]] if name != "start" else []
+        yield f"| {name} | {' | '.join(cells)} | {len(members)} | {', '.join(told) or 'none'} |"
+    yield ""
+    yield "| method | seed | reward | " + " | ".join(HELD_OUT) + " |"
+    yield "|---|---|---|" + "---|" * len(HELD_OUT)
+    for row in sorted(rows, key=lambda row: (order.index(row["variant"]), row["seed"])):
+        cells = [f"{row['start'][key]:.3f} -> {row['end'][key]:.3f}" for key in HELD_OUT]
+        reward = f"{row['reward_first']:.3f} -> {row['reward_last']:.3f}"
+        yield f"| {row['variant']} | {row['seed']} | {reward} | {' | '.join(cells)} |"
+
+
+def with_interval(mean: float, half: float) -> str:
+    """A mean and half of its interval, where there is one."""
+    return f"{mean:.3f}" if math.isnan(half) else f"{mean:.3f} +- {half:.3f}"
 
 
 def paired_losses(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
@@ -260,7 +346,7 @@ def draw_scores(axes: Any, study: str, rows: Sequence[dict[str, Any]]) -> None:
             axes.scatter(diversity, heldout, label=variant.name, color=f"C{index}")
     axes.axvspan(0.70, 1.15, color="0.93", zorder=0)
     axes.axhline(statistics.fmean(row["heldout_first"] for row in rows), color="0.6", linewidth=1)
-    axes.set_xlabel("diversity / real digits (grey: wanted)")
+    axes.set_xlabel("diversity / real pictures (grey: wanted)")
     axes.set_ylabel("held-out judge B (line: base model)")
     axes.legend(fontsize="small")
 
@@ -293,7 +379,7 @@ def main(words: Sequence[str]) -> int:
     shown = [word for word in words if not word.startswith("runs=")]
     command = f"python -m benchmarks.learning {' '.join(shown)}".strip()
     lines = [
-        f"# Learning on digits: {own['study']}",
+        f"# Learning on {'scenes' if own['study'] == 'fewstep' else 'digits'}: {own['study']}",
         "",
         f"`{command}`, {datetime.date.today()}, {os.cpu_count()} cores.",
         "",

@@ -132,6 +132,7 @@ def sampling_spec(settings: Settings) -> SamplingSpec:
         eval_guidance_scale=evaluated.guidance_scale,
         eval_solver=evaluated.solver,
         eval_batch=evaluated.batch,
+        lora=None if settings.hardware.emulate else sampling.lora,
     )
 
 
@@ -217,9 +218,12 @@ def check_parts(settings: Settings) -> None:
     if not settings.hardware.emulate and isinstance(model, type) and issubclass(model, Policy):
         model.check(settings.node_at("model"))
         _check_lora(model, settings.node_at("model"))
-        if settings.model.lora is not None and settings.model.lora.get("path") is not None:
+        continued = settings.model.lora is not None and settings.model.lora.get("path") is not None
+        if continued or settings.sampling.lora is not None:
             deferrable = issubclass(model, DiffusersPolicy)
-            settings.build("model", **({"empty": True} if deferrable else {}))
+            policy = settings.build("model", **({"empty": True} if deferrable else {}))
+            if settings.sampling.lora is not None:
+                policy.sample_with(settings.sampling.lora)
         if settings.parallel.context > 1:
             check_model(model, settings.parallel.context, settings.node_at("model"))
     if not (isinstance(strategy, type) and issubclass(strategy, DisaggregatedStrategy)):

@@ -159,6 +159,12 @@ def with_allocation(composed: Composed, trainers: int, rollouts: int, advisor: A
             *notes,
             f"allocation.evaluation=trainers: {held.why}.",
         )
+    if (lora := settings.sampling.lora) is not None:
+        notes = (
+            *notes,
+            f"sampling.lora={lora}: rollouts and evaluations draw with it; training leaves it out, "
+            "and so does what is exported.",
+        )
     made = composed.with_values(numbers)
     return replace(
         made, notes=(*notes, *without_effect(made.settings), *known_traps(made.settings))

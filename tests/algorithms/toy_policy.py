@@ -48,6 +48,7 @@ class ToyPolicy(nn.Module):
     guidance_scale = 1.0
     drawn = None
     own_levels = False
+    sampling_digest = None
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from digenrl.report.alarms import find_alarms
 from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
 from digenrl.report.tables import final_table
-from tests.report.synthetic import write_run
+from tests.report.synthetic import write_lines, write_run
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -68,6 +70,21 @@ def test_no_published_curve_is_said(tmp_path: Path) -> None:
     assert "no curve is known for this recipe" in ended(tmp_path)
     other = CURVE.replace("rewards: {ocr", "rewards: {clip")
     assert "no curve is known for this recipe" in ended(tmp_path / "other", other)
+
+
+def test_an_embedded_task_says_nothing_of_published_curves(tmp_path: Path) -> None:
+    assert "published" not in ended(tmp_path, "model: {path: null, lora: null}\n")
+    assert "no curve is known" in ended(tmp_path / "real", "model: {build: real}\n")
+
+
+def test_a_step_that_waits_for_people_is_never_late(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=8, samples=False)
+    late = "times what the schedule predicted"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    write_lines(run / "metrics.jsonl", [row | {"predicted_step_s": 0.1} for row in rows])
+    assert late in " ".join(find_alarms(build_summary(read_run(run))))
+    (run / "votes").mkdir()
+    assert late not in " ".join(find_alarms(build_summary(read_run(run))))
 
 
 @pytest.mark.parametrize(

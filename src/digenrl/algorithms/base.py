@@ -346,6 +346,7 @@ class PolicyModule(pl.LightningModule):
         checkpoint["algorithm"] = {
             "first_ratio_max_dev": self.first_ratio_max_dev,
             "skipped_updates": self.skipped_updates,
+            "sampling_adapter": self.policy.sampling_digest,
             "ema_steps": 0 if self.ema is None else self.ema.steps,
             "ema": {} if self.ema is None else self.ema.copy.state_dict(),
             **{name: copy.state_dict() for name, copy in self.copies.items()},
@@ -353,8 +354,14 @@ class PolicyModule(pl.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Read these entries back. Raises ValueError if only one of checkpoint and run has an
-        average."""
+        average, or if they sample with different adapters."""
         saved = checkpoint["algorithm"]
+        own = self.policy.sampling_digest  # None also where nothing has been drawn yet
+        if own is not None and saved.get("sampling_adapter") != own:
+            raise ValueError(
+                f"sampling.lora: the checkpoint was made with an adapter of digest "
+                f"{saved.get('sampling_adapter')}, the file has {own} now; put the first file back"
+            )
         self.first_ratio_max_dev = saved["first_ratio_max_dev"]
         self.skipped_updates = saved["skipped_updates"]
         if bool(saved["ema"]) and self.ema is None:

@@ -298,6 +298,9 @@ class SamplingSettings(Closed):
     smallest that keeps every GPU of the profile busy under any schedule."""
     same_noise: bool
     """Give all samples of a group the same initial noise."""
+    lora: Text | None
+    """Adapter with which rollouts and evaluations draw, and which training leaves out, such as a
+    published one of few steps: a file or directory as of model.lora.path. null: none."""
     scouts: ScoutsSettings
     eval: EvaluatedSettings
 

@@ -6,7 +6,7 @@ An `Adapter` is no `nn.Module`: the network and its frozen copy are submodules o
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,6 +72,8 @@ class Adapter:
         )
         self.in_reference = False
         """Whether velocities are the base model's at present."""
+        self.samples = False
+        """Whether velocities are those of the sampling adapter at present, where there is one."""
         self.loaded = self.lora is not None and self.lora.path is not None
         """Whether training starts from an adapter of a file."""
 
@@ -144,6 +146,51 @@ class Adapter:
             self.in_reference = before
             for layer in self._adapted:
                 layer._disable_adapters = before
+
+    # ---- a constant adapter that only samples (`sampling.lora`)
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Let forwards add the constant adapter of `sample_with` while the context is open. Without
+        one nothing changes."""
+        before, self.samples = self.samples, True
+        try:
+            yield
+        finally:
+            self.samples = before
+
+    def sample_with(
+        self, networks: Sequence[nn.Module], factors: Mapping[str, tuple[Tensor, Tensor]]
+    ) -> None:
+        """Add a constant adapter to the layers of each of `networks`, which counts inside
+        `sampling` alone.
+
+        Its factors are buffers in the dtype of the forward: nobody trains, publishes or saves them,
+        and every rank adds the same bits. It stands beside the weights, and is not merged into
+        them, so that a trainer can leave it between two forwards.
+
+        Args:
+            factors: layer -> (A [r, in], B [out, r]), the scale in B.
+        """
+        for network in networks:
+            for name, (down, up) in factors.items():
+                layer: Any = network.get_submodule(name)
+                # Under a trained adapter: the layer itself stays what peft and exports know.
+                linear: Any = layer.get_base_layer() if isinstance(layer, AdaptedLinear) else layer
+                device = linear.weight.device if not linear.weight.is_meta else "cpu"
+                for key, factor in (("sampling_a", down), ("sampling_b", up)):
+                    buffer = factor.to(device, self.dtype)
+                    linear.register_buffer(key, buffer, persistent=False)
+                linear.register_forward_hook(self._add_sampling)
+
+    def _add_sampling(self, linear: Any, inputs: tuple[Tensor, ...], rows: Tensor) -> Tensor | None:
+        """Return a layer's output [..., out] with the constant adapter's; None: as it is."""
+        if not self.samples:
+            return None
+        low = nn.functional.linear(inputs[0], linear.sampling_a.to(inputs[0].dtype))
+        second = linear.sampling_b.to(rows.dtype)
+        flat = torch.addmm(rows.flatten(0, -2), low.flatten(0, -2).to(rows.dtype), second.t())
+        return flat.view(rows.shape)
 
     # ---- trained parameters
 

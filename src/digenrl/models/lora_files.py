@@ -1,5 +1,5 @@
-"""Read the adapter from which a run goes on (`model.lora.path`): of diffusers, PEFT, kohya's tools
-or ComfyUI, of an export, or of a run.
+"""Read the adapter from which a run goes on (`model.lora.path`), or with which it samples
+(`sampling.lora`): of diffusers, PEFT, kohya's tools or ComfyUI, of an export, or of a run.
 
 The file is foreign: only safetensors are read, names and shapes are checked before a tensor is
 loaded, and every layer that is missing or unknown is named.
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -37,6 +38,8 @@ _OWN = ".default.weight"
 _LONGEST, _MOST_TENSORS, _MOST_NAMED = 4 << 20, 100_000, 40
 """Most bytes of a configuration, tensors of a file, and patterns of names in a message."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_START, _SAMPLING = "model.lora.path", "sampling.lora"
+"""Keys that name an adapter."""
 
 
 class LoraFileError(ValueError):
@@ -88,33 +91,71 @@ def read_adapter(
     """
     assert spec.path is not None
     found, path = _Found(), Path(spec.path).expanduser()
-    for file, prefix in _adapter_files(path, components):
-        own = {
-            name.removeprefix(prefix): s for name, s in linears.items() if name.startswith(prefix)
-        }
+    for file, prefix in _adapter_files(path, components, _START):
         wanted = {name.removeprefix(prefix) for name in adapted if name.startswith(prefix)}
-        _read_file(file, prefix, spec, wanted, own, names, found, swapped)
+        _read_file(file, prefix, spec, wanted, _part(linears, prefix), names, found, swapped)
     missing = sorted(
         set(adapted) - set(found.factors) - {each.split(":")[0] for each in found.wrong}
     )
     if not (missing or found.unknown or found.outside or found.wrong):
         return found.factors
-    raise LoraFileError(_describe_mismatch(path, spec, found, missing))
+    said = f"{_START} = {path} is no adapter of this run's layers"
+    remedies = _remedies(spec, found, missing)
+    raise LoraFileError("; ".join([said, *_complaints(found, missing), *remedies]))
 
 
-def _adapter_files(path: Path, components: Mapping[str, str]) -> list[tuple[Path, str]]:
-    """Return the files of an adapter, each with the prefix of its layers' names in the network."""
+def read_sampling_adapter(
+    path: str | Path,
+    linears: Mapping[str, Size],
+    components: Mapping[str, str],
+    names: Names | None,
+    swapped: tuple[str, ...] = (),
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return layer -> (A [r, in], B [out, r]) of every layer that the file adapts. Each layer may
+    have a rank and a scale of its own; the scale is part of B. Arguments as of `read_adapter`.
+
+    Raises:
+        LoraFileError: no such file, no adapter, or one of another network.
+    """
+    found, path = _Found(), Path(path).expanduser()
+    for file, prefix in _adapter_files(path, components, _SAMPLING):
+        _read_file(file, prefix, None, set(), _part(linears, prefix), names, found, swapped)
+    if found.unknown or found.wrong:
+        said = [f"{_SAMPLING} = {path} is no adapter of this network", *_complaints(found, [])]
+        remedy = f"name an adapter of this model, or set {_SAMPLING}=null"
+        raise LoraFileError("; ".join([*said, remedy]))
+    return found.factors
+
+
+def digest_of(factors: Mapping[str, tuple[Tensor, Tensor]]) -> str:
+    """Return a digest of an adapter's layers and numbers (xxh3)."""
+    state = xxhash.xxh3_64()
+    for name, (down, up) in sorted(factors.items()):
+        state.update(f"{name} {tuple(down.shape)} {tuple(up.shape)}".encode())
+        for part in (down, up):
+            state.update(part.float().cpu().contiguous().numpy().data)
+    return state.hexdigest()
+
+
+def _part(linears: Mapping[str, Size], prefix: str) -> dict[str, Size]:
+    """Return the layers of one component, without its prefix."""
+    return {name.removeprefix(prefix): s for name, s in linears.items() if name.startswith(prefix)}
+
+
+def _adapter_files(path: Path, components: Mapping[str, str], key: str) -> list[tuple[Path, str]]:
+    """Return the files of an adapter, each with the prefix of its layers' names in the network.
+    `key` names it."""
     first = next(iter(components.values()))
     if path.suffix in _PICKLES:
         raise LoraFileError(
-            f"model.lora.path = {path}: {path.suffix} is a pickle, which can run code when it is "
+            f"{key} = {path}: {path.suffix} is a pickle, which can run code when it is "
             "read; convert it to safetensors"
         )
     if path.is_file():
         # A run's own file holds all components under the network's names.
         return [(path, "" if path.name == "policy.safetensors" else first)]
     if not path.is_dir():
-        raise LoraFileError(f"model.lora.path = {path}: there is no such file or directory")
+        raise LoraFileError(f"{key} = {path}: there is no such file or directory")
     if (last := path / _LAST_WEIGHTS).is_file():
         return [(last, "")]
     for name in _OF_EXPORTS:
@@ -131,7 +172,7 @@ def _adapter_files(path: Path, components: Mapping[str, str]) -> list[tuple[Path
     if len(files) == 1:
         return [(files[0], first)]
     raise LoraFileError(
-        f"model.lora.path = {path}: no {_LAST_WEIGHTS}, {_OF_DIFFUSERS.format('')} or {_OF_PEFT}, "
+        f"{key} = {path}: no {_LAST_WEIGHTS}, {_OF_DIFFUSERS.format('')} or {_OF_PEFT}, "
         f"and {len(files)} files end in .safetensors; name the file"
     )
 
@@ -139,14 +180,15 @@ def _adapter_files(path: Path, components: Mapping[str, str]) -> list[tuple[Path
 def _read_file(
     file: Path,
     prefix: str,
-    spec: LoraSpec,
+    spec: LoraSpec | None,
     wanted: set[str],
     linears: Mapping[str, Size],
     names: Names | None,
     found: _Found,
     swapped: tuple[str, ...],
 ) -> None:
-    """Add to `found` what one file holds. Names are those of one component, without its prefix."""
+    """Add to `found` what one file holds. Names are those of one component, without its prefix.
+    spec: None takes every layer, whatever its rank and scale; else those in `wanted`."""
     try:
         with safe_open(file, framework="pt") as opened:
             keys = list(opened.keys())
@@ -219,7 +261,7 @@ def _add_layer(
     layer: _Layer,
     members: list[str],
     prefix: str,
-    spec: LoraSpec,
+    spec: LoraSpec | None,
     stated: float | None,
     wanted: set[str],
     linears: Mapping[str, Size],
@@ -257,16 +299,21 @@ def _add_layer(
     for member in members:
         rows = up[start : start + linears[member][1]]
         start += linears[member][1]
-        if member not in wanted:
+        if spec is not None and member not in wanted:
             # Rows of zeros adapt nothing.
             if bool(rows.any()):
                 found.outside.append(prefix + member)
             continue
-        own_down, own_up = _trim_rank(down, rows, spec.rank)
+        own_down, own_up = _trim_rank(down, rows, 1 if spec is None else spec.rank)
         rank = own_down.shape[0]
-        if rank != spec.rank or not math.isclose(scale, spec.alpha / spec.rank, rel_tol=1e-6):
+        if spec is None:
+            own_up = own_up * scale
+        elif rank != spec.rank or not math.isclose(scale, spec.alpha / spec.rank, rel_tol=1e-6):
             found.wrong.append(f"{prefix}{member}: rank {rank}, scale {scale:g}")
             found.sizes.add((rank, scale * rank))
+            continue
+        if not math.isfinite(scale):
+            found.wrong.append(f"{prefix}{member}: alpha is no number")
         elif prefix + member in found.factors:
             found.wrong.append(f"{prefix}{member}: given twice")
         else:
@@ -354,8 +401,8 @@ def _peft_scale(file: Path, stated: Mapping[str, object]) -> float:
     return alpha / math.sqrt(rank) if stated.get("use_rslora") else alpha / rank
 
 
-def _describe_mismatch(path: Path, spec: LoraSpec, found: _Found, missing: list[str]) -> str:
-    said = [f"model.lora.path = {path} is no adapter of this run's layers"]
+def _complaints(found: _Found, missing: list[str]) -> Iterator[str]:
+    """Yield what a file lacks, and what is wrong in it."""
     for title, names in (
         ("missing in the file", missing),
         ("in the file, and adapted by no target of this run", found.outside),
@@ -365,7 +412,11 @@ def _describe_mismatch(path: Path, spec: LoraSpec, found: _Found, missing: list[
         if names:
             told = list(shorten_names(names))
             more = f" and {len(told) - _MOST_NAMED} more" if len(told) > _MOST_NAMED else ""
-            said.append(f"{len(names)} {title}: {', '.join(told[:_MOST_NAMED])}{more}")
+            yield f"{len(names)} {title}: {', '.join(told[:_MOST_NAMED])}{more}"
+
+
+def _remedies(spec: LoraSpec, found: _Found, missing: list[str]) -> list[str]:
+    """Return the words with which a run would take the file."""
     remedies = []
     if len(found.sizes) == 1:
         ((rank, alpha),) = found.sizes
@@ -376,12 +427,10 @@ def _describe_mismatch(path: Path, spec: LoraSpec, found: _Found, missing: list[
         if layers := {re.sub(r"^.*?\.\d+\.", "", name) for name in held}:
             targets = ",".join(sorted(layers))
             remedies.append(f"set 'model.lora.targets=[{targets}]', the layers of the file")
-    if not remedies:
-        remedies.append(
-            f"name a file of this model, of rank {spec.rank} and alpha {spec.alpha:g}, or set "
-            "model.lora.path=null"
-        )
-    return "; ".join([*said, *remedies])
+    return remedies or [
+        f"name a file of this model, of rank {spec.rank} and alpha {spec.alpha:g}, or set "
+        f"{_START}=null"
+    ]
 
 
 def shorten_names(names: Sequence[str]) -> Iterator[str]:

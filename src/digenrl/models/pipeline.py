@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from digenrl.facts import Facts, of_module
-from digenrl.models import deferred, pretrained, quantized, tiny
+from digenrl.models import deferred, hub_kernels, pretrained, quantized, tiny
 from digenrl.models.guidance import Guidance
 from digenrl.models.lora import PRESETS, LoraSpec
 from digenrl.models.pipeline_codec import Checkpoint, CodecSettings, DiffusersCodec
@@ -70,6 +70,7 @@ class DiffusersPolicy(Policy):
             no default.
         attention_backend: one name of diffusers' attention dispatcher for rollout and replay alike;
             "auto" or None = PyTorch's choice by device, dtype and head size, see `attention_used`.
+            A kernel of the hub is "_flash_3_hub@COMMIT" (`digenrl.models.hub_kernels`).
         compile: true: the repeated blocks are compiled (regional compilation); slow to start, fast
             afterwards. Padding stays, so that all prompts have the same shape.
         offload_encoders: move text encoders, and a VAE of more than `STAYS` bytes
@@ -226,6 +227,7 @@ class DiffusersPolicy(Policy):
             tiny.require_place(cls.facts())
         if (kind := settings.get("quantize")) is not None:
             quantized.require_library(kind)
+        hub_kernels.require_kernel(str(settings.get("attention_backend")))
         network = cls.network_config(settings)
         # A packed token holds 2 x 2 latent pixels.
         channels = codec.channels * (4 if codec.packed else 1)
@@ -356,14 +358,15 @@ class DiffusersPolicy(Policy):
             )
 
     def _attend_by(self, transformer: ModelMixin, backend: str) -> None:
-        """Give the network its attention backend; raise ValueError for one without a gradient."""
-        if FORWARD_ONLY.fullmatch(backend):
+        """Give the network its attention backend; raise ValueError for one without a gradient, or
+        for a kernel of the hub that is not there."""
+        if FORWARD_ONLY.fullmatch(backend.partition("@")[0]):
             raise ValueError(
                 f"model.attention_backend={backend}: has no backward pass in diffusers, so that "
                 "nothing before it would be trained; set it to auto"
             )
         if backend != AUTO:
-            transformer.set_attention_backend(backend)
+            transformer.set_attention_backend(hub_kernels.pin_kernel(backend))
         self.attention_backend = backend
 
     def attention_used(self, device: torch.device) -> dict[str, str]:

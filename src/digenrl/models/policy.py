@@ -25,7 +25,7 @@ from digenrl.models.adapter import Adapter
 from digenrl.models.codec import Codec
 from digenrl.models.guidance import NEGATIVE
 from digenrl.models.lora import LoraSpec, Names, wide_dtype
-from digenrl.models.lora_files import read_adapter
+from digenrl.models.lora_files import digest_of, read_adapter, read_sampling_adapter
 from digenrl.recompute import parse_recompute
 
 RecomputeConfig = bool | float | str | Mapping[str, float] | None
@@ -77,6 +77,8 @@ class Policy(nn.Module, ABC):
     that noise clean samples refuse such a family."""
     embedded_guidance: ClassVar[bool] = False
     """Whether the guidance scale is an input of the network, not a second forward."""
+    sampling_digest: str | None = None
+    """Digest of the adapter that samples (`sample_with`); None: there is none."""
     detach_unconditional: bool = False
     """Whether only the conditional branch of classifier-free guidance gets gradient
     (`algorithm.detach_uncond`)."""
@@ -128,6 +130,21 @@ class Policy(nn.Module, ABC):
             self.checkpoint_names,
             self.swapped_halves,
         )
+
+    def sample_with(self, path: str) -> None:
+        """Load the adapter of `sampling.lora`, which counts inside `adapter.sampling()` alone. A
+        second call changes nothing.
+
+        Raises:
+            LoraFileError: the file is no adapter of this network.
+        """
+        if self.sampling_digest is not None:
+            return
+        sizes = self.adapter.linear_sizes()
+        names = self.checkpoint_names, self.swapped_halves
+        factors = read_sampling_adapter(path, sizes, self.components, *names)
+        self.adapter.sample_with(self.all_networks(), factors)
+        self.sampling_digest = digest_of(factors)
 
     @classmethod
     def outline(cls, settings: Mapping[str, object]) -> nn.Module | None:

@@ -15,8 +15,12 @@ _LONGEST = 200
 """Most letters of a text."""
 
 
-def published_curves(run: Run) -> list[PublishedCurve]:
-    """Return the published curves of rewards that the run has, each beside the run's own."""
+def published_curves(run: Run) -> list[PublishedCurve] | None:
+    """Return the published curves of rewards that the run has, each beside the run's own; None for
+    an embedded task, which nobody else can have measured."""
+    model = run.config.get("model")
+    if isinstance(model, dict) and "build" not in model:  # every published model can be built tiny
+        return None
     entries = run.config.get("published")
     found: list[PublishedCurve] = []
     for entry in entries if isinstance(entries, list) else []:

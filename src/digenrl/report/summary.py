@@ -62,7 +62,10 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> Summary:
         ),
         "staleness_allowed": run.staleness_allowed,
         "bubble": bubble_seconds(run),
-        "predicted_step_s": _median_value(run, "predicted_step_s"),
+        # Nobody predicts how long people take: where they vote, no step can be late.
+        "predicted_step_s": None
+        if votes_were_asked(run)
+        else _median_value(run, "predicted_step_s"),
         "planned": planner_prediction(run),
         "stages": compare_stages(run),
         "memory": compare_memory(run),
@@ -103,6 +106,11 @@ def planner_prediction(run: Run) -> Planned | None:
         (event["planned"] for event in reversed(run.events_of(LAUNCH)) if "planned" in event),
         None,
     )
+
+
+def votes_were_asked(run: Run) -> bool:
+    """Return whether the run waited for people's votes, which it keeps in a folder of its own."""
+    return (run.path / "votes").is_dir()
 
 
 def prompt_store(run: Run) -> dict[str, int] | None:

@@ -91,7 +91,8 @@ class Summary(TypedDict):
     prompt_store: dict[str, int] | None
     dropped: dict[str, int]
     """Reason -> samples."""
-    published: list[PublishedCurve]
+    published: list[PublishedCurve] | None
+    """None for an embedded task."""
     missing: dict[str, int]
     """Reward -> scores."""
     alarms: list[str]

@@ -78,8 +78,8 @@ def key_figures(summary: Summary) -> list[tuple[str, str]]:
     rows = [
         ("RL steps", str(summary["rl_steps"])),
         ("reward", format_change(summary, "reward")),
-        *(("published", curve_sentence(entry)) for entry in curves),
-        *(() if curves else (("published", NONE_KNOWN),)),
+        *(("published", curve_sentence(entry)) for entry in curves or ()),
+        *((("published", NONE_KNOWN),) if curves == [] else ()),
         ("held-out score", format_change(summary, "heldout")),
         ("diversity / real data", format_number(summary["diversity_ratio"])),
         ("nearest real sample", format_change(summary, "nn_distance")),

@@ -47,6 +47,9 @@ class SamplingSpec:
     eval_solver: denoise.Solver = "euler"
     eval_batch: int | None = None
     """Samples of evaluation at once, of one or more prompts; None = all of a prompt."""
+    lora: str | None = None
+    """Adapter of rollouts and evaluations that training leaves out (`Policy.sample_with`); None =
+    no such adapter."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ def ode_samples(
     before_step: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Media as in `Pictures`; arguments as in `RolloutEngine.evaluate_prompts`."""
+    if sampling.lora is not None:
+        policy.sample_with(sampling.lora)
     grid = policy.sigma_grid(steps or sampling.eval_steps or sampling.steps)
     batches = fixed_batches(policy, sampling, prompts, samples_per_prompt, seed, EVAL_STREAM)
     sample = partial(
@@ -97,7 +102,7 @@ def ode_samples(
         before_step=before_step,
         solver=sampling.eval_solver,
     )
-    with policy.guided_by(sampling.eval_guidance_scale):
+    with policy.guided_by(sampling.eval_guidance_scale), policy.adapter.sampling():
         # Nothing is stored: fp32 between the steps, as a plain pipeline would have it.
         # To the host batch by batch: the device holds the media of one batch.
         return torch.cat(
@@ -161,6 +166,8 @@ class RolloutEngine:
         keep_final: bool = False,
     ) -> None:
         self.policy = policy.eval()
+        if sampling.lora is not None:
+            policy.sample_with(sampling.lora)
         self._rewards, self._kernel, self._selection = rewards, kernel, selection
         self.sampling, self.seed = sampling, seed
         self._keep_means, self._keep_final = keep_means, keep_final
@@ -199,9 +206,10 @@ class RolloutEngine:
         before = generation.state
         condition, grid = self._network_inputs(generation.prompt)
         plan = self._step_plan(generation.task, generation.prompt)
-        state = denoise.advance_state(
-            self.policy, condition, before, grid, self._kernel, plan, self._keep_means
-        )
+        with self.policy.adapter.sampling():
+            state = denoise.advance_state(
+                self.policy, condition, before, grid, self._kernel, plan, self._keep_means
+            )
         return replace(generation, state=state)
 
     def _network_inputs(self, prompt: Prompt) -> tuple[dict[str, Tensor], Tensor]:
@@ -284,7 +292,8 @@ class RolloutEngine:
             drawn = fixed_batches(
                 self.policy, self.sampling, prompts, kl_samples, seed, divergence.STREAM
             )
-            moved = divergence.measure_divergence(self.policy, drawn, self.grid, before_step)
+            with self.policy.adapter.sampling():
+                moved = divergence.measure_divergence(self.policy, drawn, self.grid, before_step)
             kl[:, :kl_samples] = moved.view(len(prompts), kl_samples).cpu()
         noisy = torch.full((len(media),), torch.nan)  # [N], of which one is set
         made = self._noisy_sample(prompts[0], before_step) if noisy_too else None
@@ -304,9 +313,10 @@ class RolloutEngine:
         condition = self.policy.codec.encode([prompt])
         for _ in range(self.sampling.steps):
             before_step()
-            state = denoise.advance_state(
-                self.policy, condition, state, self.grid, self._kernel, plan
-            )
+            with self.policy.adapter.sampling():
+                state = denoise.advance_state(
+                    self.policy, condition, state, self.grid, self._kernel, plan
+                )
         return self.policy.codec.decode(state.latents)
 
     def _step_plan(self, task: Task, prompt: Prompt) -> StepPlan:

@@ -59,9 +59,9 @@ class ScoutingEngine(RolloutEngine):
             start = self._initial_state(
                 denoise.SampleKey(self.seed, task.step, prompt.uid, tuple(numbers))
             )
-            media = self.policy.codec.decode(
-                denoise.ode_sample(self.policy, condition, start.latents, grid)
-            )
+            with self.policy.adapter.sampling():
+                clean = denoise.ode_sample(self.policy, condition, start.latents, grid)
+            media = self.policy.codec.decode(clean)
             found = self._scorer.submit(media, [prompt] * task.samples)
             tried.append(combine_scores(found.result(), self._rewards.weights))
         scores = torch.cat(tried)  # [candidates * b]

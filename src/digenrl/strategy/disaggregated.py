@@ -62,6 +62,7 @@ from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.context import Context
 from digenrl.strategy.evaluating import EvaluationWorker
 from digenrl.strategy.loops import Begin, RolloutLoop, run_free, stop_between_steps
+from digenrl.strategy.publishing import agree_on_sampling_adapter
 from digenrl.strategy.rollout_loop import RolloutWorker
 from digenrl.strategy.setup import RankRuntime, RankSetup
 from digenrl.strategy.shared import Fragment, Learner, TrainerState
@@ -154,6 +155,7 @@ class DisaggregatedStrategy(DDPStrategy):
         self.control = Control(
             store, world.rank, session.limits.start_s
         )  # first: it reports what fails below
+        agree_on_sampling_adapter(self.control, world.rank, self.engine.policy.sampling_digest)
         self.link = setup.link(self.control, world, session, self.root_device)
         path = session.run_dir / "spans" / f"rank-{world.rank:03d}.jsonl"
         self.spans = SpanLog(

@@ -30,6 +30,7 @@ from digenrl.strategy.shared import Learner
 from digenrl.strategy.shares import Shares
 from digenrl.strategy.tasks import TaskRunner
 from digenrl.transport.weights import (
+    WeightsError,
     compute_digest,
     exchanged_values,
     host_copy,
@@ -37,6 +38,9 @@ from digenrl.transport.weights import (
     publish,
     take_part,
 )
+
+_SAMPLING = "sampling_adapter"
+"""Key of the digest of trainer 0's adapter of `sampling.lora`."""
 
 
 class PublishedCopy:
@@ -235,3 +239,21 @@ def relay_routes(control: Control, started: range, own_host: str) -> dict[int, l
         else:
             first[host], routes[rank] = rank, []
     return routes
+
+
+def agree_on_sampling_adapter(control: Control, rank: int, digest: str | None) -> None:
+    """Compare this rank's adapter of `sampling.lora` with trainer 0's, by digest. The adapter is
+    read from the file by every rank and never sent; None: there is none.
+
+    Raises:
+        WeightsError: the ranks read different files.
+    """
+    if digest is None:
+        return
+    if rank == 0:
+        control.set(_SAMPLING, digest)
+    if (first := control.wait_for(_SAMPLING, "trainer 0 to read sampling.lora")) != digest:
+        raise WeightsError(
+            f"sampling.lora: this rank read an adapter of digest {digest}, trainer 0 one of "
+            f"{first}; give all machines the same file."
+        )

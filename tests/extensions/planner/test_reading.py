@@ -7,8 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from digenrl import config as configuration
+from digenrl.api.loop import rl_loop
 from digenrl.config import Composed
 from digenrl.extensions.planner import advice, reading
 from digenrl.extensions.planner.advice import PlannerAdvisor, planned_schedule
@@ -248,3 +251,78 @@ def test_a_schedule_of_auto_is_planned_where_the_gpus_are_those_of_the_profile(
     tight = but(loaded, hardware__pools__h100__memory_gib=9)
     monkeypatch.undo()
     assert planned_schedule(tight, 1) is None
+
+
+# ---- forwards of other weights
+
+
+DIGITS = (
+    "callbacks=default",
+    "~callbacks.evaluation",
+    "logger=none",
+    "data.prompts_per_batch=2",
+    "data.group_size=4",
+    "sampling.task_size=4",
+    "sampling.steps=4",
+    "model.lora.rank=4",
+    "model.lora.alpha=8",
+    "schedule.skip_zero=false",
+)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "words"),
+    [
+        ("digits_nft", ()),
+        ("digits_nft", ("algorithm.kl_weight=0",)),
+        ("digits_awm", ("algorithm.updates_per_batch=1",)),
+        ("digits_awm", ("algorithm.updates_per_batch=2",)),
+        ("digits_awm", ("algorithm.old_weight=0", "algorithm.kl_weight=0")),
+        ("digits_dgpo", ("algorithm.updates_per_batch=1",)),
+        ("digits_dgpo", ("algorithm.ratio_clip=null", "algorithm.kl_weight=0")),
+        ("digits_rvm", ()),
+        ("digits_dpo", ("algorithm.pairs=2",)),
+        ("digits_flowgrpo", ("algorithm/surrogate=decoupled", "algorithm.updates_per_batch=2")),
+    ],
+)
+@pytest.mark.heavy
+def test_forwards_of_other_weights_are_those_of_a_run(
+    experiment: str, words: tuple[str, ...]
+) -> None:
+    """Rows of the network without and with a gradient, counted in the updates of an RL step."""
+    loop = rl_loop(f"experiment={experiment}", *DIGITS, *words)
+    made, rows = loop.generate(), {True: 0, False: 0}
+    predict = loop.policy.predict
+
+    def counting(latents: Any, sigmas: Any, condition: Any) -> Any:
+        rows[torch.is_grad_enabled()] += len(latents)
+        return predict(latents, sigmas, condition)
+
+    loop.policy.predict = counting  # type: ignore[method-assign]
+    loop.train(made)
+    settings = configuration.load([f"experiment={experiment}", *DIGITS, *words]).settings
+    planned = reading.old_forwards(settings) + reading._compares_with_base(settings)
+    assert rows[False] / rows[True] == planned
+
+
+def test_an_adapter_that_generates_costs_memory_and_time(loaded: Composed, tmp_path: Any) -> None:
+    """By the numbers in its file, on ranks of both roles; the trained cells cost what they did."""
+    numbers = {f"{i}.lora_A.weight": torch.zeros(64, 3072) for i in range(4)}
+    save_file(numbers, tmp_path / "turbo.safetensors")
+    changed = {"sampling__lora": str(tmp_path / "turbo.safetensors")}
+    plain, costing = costing_of(loaded), costing_of(but(loaded, **changed))
+    work, pool = costing.work, costing.hardware.pools[0]
+    assert work.sampling_parameters == 4 * 64 * 3072
+    assert rollout_memory(work, 1, False).total - rollout_memory(plain.work, 1, False).total == (
+        2 * work.sampling_parameters
+    )
+    flops = 2 * work.sampling_parameters * (work.tokens + work.text_tokens)
+    assert work.generating_flops() - plain.work.generating_flops() == flops
+    assert costing.costs.step_seconds(pool, 4) > plain.costs.step_seconds(pool, 4)
+    recompute = Recompute(inputs=1.0)
+    assert costing.costs.cell_seconds(pool, 4, 1, recompute) == plain.costs.cell_seconds(
+        pool, 4, 1, recompute
+    )
+    (tmp_path / "turbo.safetensors").write_bytes(b"no adapter")
+    with pytest.raises(ValueError, match=r"sampling\.lora = .*is no safetensors file"):
+        workload_of(but(loaded, **changed))

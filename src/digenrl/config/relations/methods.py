@@ -61,6 +61,20 @@ def _start_reference(get: View) -> Iterator[str]:
         )
 
 
+def _sampling_adapter(get: View) -> Iterator[str]:
+    if (path := get("sampling.lora")) is None:
+        return
+    levels = str(get("algorithm.train_steps._target_"))
+    if not levels.endswith(".NoiseLevels"):
+        yield (
+            f"sampling.lora = {path} with algorithm._target_ = {get('algorithm._target_')}: its "
+            "loss compares the transitions that the sampler made with those of the network that is "
+            "trained, and with an adapter on one side alone the first ratios would not be 1; use a "
+            "method that noises finished samples (algorithm=nft, awm, dgpo, rvm or dpo), or merge "
+            "the adapter into the base (docs/running.md)."
+        )
+
+
 def _evaluation_solver(get: View) -> Iterator[str]:
     solver, facts = get("sampling.eval.solver"), of_target(str(get("model._target_")))
     if solver != "euler" and facts is not None and facts.own_levels:
@@ -201,6 +215,7 @@ RULES: tuple[Rule, ...] = (
     _half_precision,
     _quantized_base,
     _start_reference,
+    _sampling_adapter,
     _evaluation_solver,
     _sample_files,
     _teacher_runs,

@@ -59,6 +59,9 @@ def write_card(
         adapter=policy.adapter.lora is not None,
         files={subfolder: lora_file(subfolder) for subfolder in policy.components},
         numbers=numbers,
+        sampled_with=Path(str(config["sampling"]["lora"])).name
+        if config["sampling"].get("lora")
+        else None,
         pictures=shown,
         pipeline=pipeline,
         by_pipeline=hasattr(getattr(diffusers, pipeline or "", None), "load_lora_weights"),

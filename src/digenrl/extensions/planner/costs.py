@@ -82,12 +82,13 @@ class Costs:
         published = stage == "generate" and not pool.efficiency and kind_of(pool.gpu).published
         return PUBLISHED if published else ASSUMED
 
-    def _kernel_launch_seconds(self, pool: Pool, forwards: float) -> float:
+    def _kernel_launch_seconds(self, pool: Pool, forwards: float, sampling: bool = False) -> float:
         """Return the seconds that the processor needs to launch the kernels of `forwards` forwards
-        (of any batch size)."""
+        (of any batch size). sampling: with one adapter more, the constant one."""
         given, engine = efficiency_of(pool).launch_seconds, ENGINES[self.work.engine]
         own = engine.launch_seconds if self.work.lora_rank is None else engine.adapted_seconds
         launch = own if given is None else given
+        launch += sampling * (engine.adapted_seconds - engine.launch_seconds)
         return forwards * launch * float(self.work.sizes["attention_blocks"])
 
     def _compute_seconds(self, pool: Pool, flops: float, attention: float) -> float:
@@ -121,11 +122,15 @@ class Costs:
             return measured * task_size / work.steps
         weights = work.base_bytes * work.sizes["parameters"] / (pool.hbm_tb_s * 1e12)
         seconds = self._compute_seconds(
-            pool, rows * work.forward_flops(), rows * work.attention_flops()
+            pool, rows * work.generating_flops(), rows * work.attention_flops()
         )
         seconds += self._traffic_seconds(pool, rows) + self._unpack_seconds(pool)
         seconds *= efficiency_of(pool).generated
-        return max(seconds, weights, self._kernel_launch_seconds(pool, work.launches))
+        return max(
+            seconds,
+            weights,
+            self._kernel_launch_seconds(pool, work.launches, work.sampling_parameters > 0),
+        )
 
     def encode_seconds(self, pool: Pool, cached: bool = True) -> float:
         """Return the seconds of conditioning one prompt; 0 if prompts are read from a store.
@@ -184,7 +189,7 @@ class Costs:
     ) -> float:
         """Return the seconds of one trained step of a task on `context` GPUs together, inside a
         block of K = `tsp_batch`
-        steps: forward, backward and reference forward.
+        steps: forward, backward, and forwards of the reference and of earlier weights.
 
         Activations that blocks did not keep are computed again, so they are written and read once
         more. Selective checkpointing takes the processor `SELECTION_SECONDS` per block and forward.
@@ -195,13 +200,13 @@ class Costs:
         work, rows = self.work, task_size * self.work.passes
         trained = task_size * work.trained_passes
         selected = recompute.products + recompute.attention
-        # Attention exchanges tokens in the forward, in the backward, in the reference's forward and
-        # where repeated.
-        exchange = 2 + int(work.reference) + recompute.inputs + selected
+        # Attention exchanges tokens in the forward, in the backward, in forwards of other weights
+        # and where repeated.
+        exchange = 2 + work.frozen_forwards + recompute.inputs + selected
         exchanged = self._exchange_seconds(pool, task_size, exchange, context)
         if measured is not None:
             return measured * task_size / context + exchanged
-        forwards, attention = 1 + int(work.reference), work.attention_flops()
+        forwards, attention = 1 + work.frozen_forwards, work.attention_flops()
         shares = [
             (mode, share) for mode, share in recompute.shares.items() if share and mode != OFFLOAD
         ]
@@ -265,11 +270,11 @@ class Costs:
         """Return the seconds of all communication in one micro-batch of sharded trainers.
 
         Weights are gathered in 16 bit for the forward, for the backward (which serves the repeated
-        forward too), and for the reference. If all weights are trained, their gradients are
-        scattered in fp32 as well.
+        forward too), and for each forward of other weights. If all weights are trained, their
+        gradients are scattered in fp32 as well.
         """
         scattered = self.gather_seconds(pools, shards, 4) if self.work.lora_rank is None else 0.0
-        return (2 + int(self.work.reference)) * self.gather_seconds(pools, shards) + scattered
+        return (2 + self.work.frozen_forwards) * self.gather_seconds(pools, shards) + scattered
 
     @staticmethod
     def exposed_seconds(pool: Pool, communicating: float, computing: float) -> float:

@@ -88,6 +88,8 @@ def _measured_ratio(costs: Costs, pool: Pool, stage: str, rows: list[dict[str, A
     """Return measured over computed seconds of the row with the most samples and steps. In small
     ones the processor's launches decide, which differ from machine to machine."""
     row = max(rows, key=lambda row: row["samples"] * row.get("steps", 1))
+    # What was measured takes no forwards of earlier weights and no constant adapter.
+    costs = replace(costs, work=replace(costs.work, old_forwards=0.0, sampling_parameters=0))
     computed = computed_seconds(
         costs, pool, stage, row["samples"], row.get("steps", 1), row.get("keeps")
     )

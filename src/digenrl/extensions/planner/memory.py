@@ -46,7 +46,8 @@ class Memory:
     optimizer: int = 0
     """Bytes of two moments in fp32 (AdamW)."""
     copies: int = 0
-    """Bytes of the exponential average, and of the published adapter that lending keeps."""
+    """Bytes of the exponential average, of earlier weights that the algorithm compares with, and of
+    the published adapter that lending keeps."""
     reference: int = 0
     """Bytes of the frozen fp32 copy that the KL divergence needs when all weights are trained."""
     rewards: int = 0
@@ -111,6 +112,12 @@ def buffer_bytes(work: Workload) -> int:
     """Return the bytes of the tables that the network stores beside its weights, in their dtype.
     Nobody shares them."""
     return (4 if work.lora_rank is None else 2) * int(work.sizes.get("buffers", 0))
+
+
+def sampling_bytes(work: Workload) -> int:
+    """Return the bytes of the constant adapter of `sampling.lora` in 16 bit. Every rank holds all
+    of it: trainers may generate too."""
+    return 2 * work.sampling_parameters
 
 
 def text_encoder_bytes(work: Workload) -> int:
@@ -205,6 +212,7 @@ def rollout_memory(work: Workload, task_size: int, encoders: bool) -> Memory:
     moment = generating_bytes(work, max(task_size, evaluated), encoders)
     return Memory(
         frozen=buffer_bytes(work)
+        + sampling_bytes(work)
         + (int(work.base_bytes * work.sizes["parameters"]) if work.lora_rank else 0),
         trained=2 * work.trained_parameters,
         rewards=scorer_bytes(work, heldout=evaluated > 0),
@@ -257,11 +265,13 @@ def trainer_memory(
     update = max(4 * share, outside * (8 + 4 / shards) * (full and shards > 1)) - kept - gathered
     return Memory(
         frozen=buffer_bytes(work)
+        + sampling_bytes(work)
         + (0 if full else math.ceil(work.base_bytes * parameters / shards)),
         trained=4 * share,
         gradients=4 * (share if full else trained),
         optimizer=8 * share,
-        copies=4 * share * int(work.ema) + lent_copy_bytes(work, shards) * (lends and not full),
+        copies=4 * share * (int(work.ema) + work.weight_copies)
+        + lent_copy_bytes(work, shards) * (lends and not full),
         reference=-(-4 * parameters // shards) if full and work.reference else 0,
         rewards=scorer_bytes(work, heldout=work.evaluated > 0) if makes else 0,
         gathered=gathered,

@@ -3,9 +3,13 @@ hardware profile."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import MISSING, fields, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from digenrl.advisor import named_keys
 from digenrl.config import Composed, config_directory
@@ -30,6 +34,11 @@ from digenrl.settle import (
     trainers_must_evaluate,
 )
 
+_WITH_BASE = (".DPO", ".OfflineDPO", ".DGPO")
+"""End the `_target_` of algorithms that always compare with the base model."""
+_FROM_START = (".AWM", ".DecoupledPPO")
+"""End the `_target_` of algorithms and surrogates that compare later updates of a batch with the
+weights before its first."""
 _STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 CHOICES = {
@@ -100,7 +109,10 @@ def workload_of(composed: Composed) -> Workload:
         whole_batch=needs_whole_batch(settings.node_at("algorithm.advantage")),
         most_text=model.get("max_sequence_length"),
         lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
-        reference=(algorithm.kl_weight or 0.0) > 0.0,
+        reference=_compares_with_base(settings),
+        old_forwards=old_forwards(settings),
+        weight_copies=_weight_copies(settings),
+        sampling_parameters=_adapter_numbers(sampling.lora),
         whole_groups=needs_whole_groups(algorithm.target, settings.node_at("reward")),
         ema=algorithm.get("ema") is not None,
         rewards=tuple(name for name in settings.reward.rewards or {} if name not in judged),
@@ -148,6 +160,70 @@ def drawn_of(settings: Settings) -> Drawn | None:
         if model.lora or model.get("keep_reference")
         else 0,
     )
+
+
+def _compares_with_base(settings: Settings) -> bool:
+    """Return whether each trained cell takes a forward of the base model."""
+    algorithm = settings.algorithm
+    return algorithm.target.endswith(_WITH_BASE) or (algorithm.kl_weight or 0.0) > 0.0
+
+
+def _follows_old_policy(settings: Settings) -> bool:
+    """Return whether each trained cell takes a forward of an old policy. AWM takes none without its
+    weight, DGPO none without a clip."""
+    algorithm = settings.algorithm
+    needed = algorithm.get("old_weight", 1.0) and algorithm.get("ratio_clip", 1.0) is not None
+    return algorithm.get("old_policy") is not None and bool(needed)
+
+
+def _keeps_batch_start(settings: Settings) -> bool:
+    """Return whether later updates of a batch are compared with the weights before its first."""
+    algorithm = settings.algorithm
+    surrogate = str((algorithm.get("surrogate") or {}).get("_target_", ""))
+    asks = algorithm.target.endswith(_FROM_START) or surrogate.endswith(_FROM_START)
+    return asks and algorithm.updates_per_batch > 1
+
+
+def old_forwards(settings: Settings) -> float:
+    """Return the forwards without gradient of a trained cell by earlier weights, as
+    `Workload.old_forwards`."""
+    updates, taught = settings.algorithm.updates_per_batch, settings.algorithm.get("teachers")
+    start = _keeps_batch_start(settings) * (updates - 1) / updates
+    return _follows_old_policy(settings) + start + len(taught or ())
+
+
+def _weight_copies(settings: Settings) -> int:
+    algorithm = settings.algorithm
+    copies = int(algorithm.get("old_policy") is not None) + _keeps_batch_start(settings)
+    refreshed = algorithm.get("reference_every") is not None
+    return copies + refreshed + len(algorithm.get("teachers") or ())
+
+
+def _adapter_numbers(path: str | None) -> int:
+    """Return how many numbers the files of an adapter hold; 0 where they are not on this machine.
+
+    Raises:
+        ValueError: a file is no safetensors file.
+    """
+    if path is None:
+        return 0
+    named = Path(path).expanduser()
+    last = named / "checkpoints" / "last" / "policy.safetensors"
+    files = (
+        [named] if named.is_file() else [last] if last.is_file() else named.glob("*.safetensors")
+    )
+    total = 0
+    for file in files:
+        try:
+            with safe_open(file, framework="np") as opened:
+                names = list(opened.keys())
+                shapes = [opened.get_slice(name).get_shape() for name in names]
+        except SafetensorError as error:
+            raise ValueError(
+                f"sampling.lora = {path}: {file} is no safetensors file: {error}"
+            ) from error
+        total += sum(math.prod(shape) for shape in shapes)
+    return total
 
 
 def _trained_samples(settings: Settings) -> int | None:

@@ -93,7 +93,15 @@ class Workload:
     """Text tokens to which prompts are padded or cut (`model.max_sequence_length`); None = those of
     the facts."""
     reference: bool = False
-    """Whether each trained cell also takes a forward of the reference model (kl_weight > 0)."""
+    """Whether each trained cell also takes a forward of the reference model (kl_weight > 0, and DPO
+    and DGPO, which compare with it)."""
+    old_forwards: float = 0.0
+    """Forwards without gradient of each trained cell by earlier weights: an old policy, those at
+    the batch's beginning, teachers. Mean over the updates of a batch."""
+    weight_copies: int = 0
+    """Copies of the trained weights that the algorithm keeps for `old_forwards`, in fp32."""
+    sampling_parameters: int = 0
+    """Numbers of the constant adapter that generates (`sampling.lora`); 0: none."""
     whole_groups: bool = False
     """Whether a task holds all samples of a group, because the algorithm compares them at once."""
     ema: bool = False
@@ -222,6 +230,11 @@ class Workload:
         return self.passes if self.passes_apart or self.detached else 1
 
     @property
+    def frozen_forwards(self) -> float:
+        """Forwards without gradient of each trained cell."""
+        return int(self.reference) + self.old_forwards
+
+    @property
     def trained_passes(self) -> int:
         """Forwards per velocity that take a backward pass."""
         return self.passes - self.detached
@@ -284,6 +297,12 @@ class Workload:
         )
         x, y = (self.tokens - few) / (many - few), (self.text_tokens - text) / (less - text)
         return self.attention_flops() + a + x * (b - a) + y * (c - a) + x * y * (d - c - b + a)
+
+    def generating_flops(self) -> float:
+        """Return the FLOPs of one forward of one sample while it generates: with the constant
+        adapter, whose layers see latent and text tokens alike (an upper bound)."""
+        added = 2.0 * self.sampling_parameters * (self.tokens + self.text_tokens)
+        return self.forward_flops() + added
 
     def backward_flops(self) -> float:
         """Return the FLOPs of one backward.

@@ -82,7 +82,7 @@ def draw_reward(run: Run) -> Figure | None:
     if fixed:
         rows[0].plot(fixed_steps, fixed, color=BLUE, marker="D", markersize=5, markerfacecolor="white", linewidth=1.0,  # noqa: E501
                      linestyle=(0, (4, 2)), label="reward, evaluation")  # fmt: skip
-    for entry in published_curves(run):
+    for entry in published_curves(run) or ():
         draw_published(rows[0], entry)
     same_scale = not values or (_in_unit(values) == _in_unit(heldout))
     axes = rows[0] if same_scale else rows[0].twinx()
