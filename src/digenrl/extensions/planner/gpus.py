@@ -9,6 +9,7 @@ benchmarks.calibration`).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -144,14 +145,27 @@ GPUS = {
     "RTX-PRO-6000-Blackwell": Gpu(503.8, 1.79, "blackwell_pro"),
     "B200": Gpu(2250, 8.0, "other"),
 }
-"""Name -> data sheet. A profile's GPU is the longest of these that its name begins with."""
+"""Name -> data sheet. A profile's GPU is the longest of these that its name begins with, without
+the maker's words; hyphens and spaces do not count."""
+_MAKER = re.compile(r"^(?:(?:NVIDIA|GEFORCE|TESLA)[- ]?)*")
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """Return the data sheet of the GPU that a profile or a row names; None for an unknown GPU."""
-    normal = name.upper().replace(" ", "-").removeprefix("NVIDIA-")
-    found = [key for key in GPUS if normal.startswith(key.upper())]
+    """Return the data sheet of the GPU that a profile or a row names; None for an unknown GPU.
+
+    Example:
+        >>> find_gpu("NVIDIA GeForce RTX 4090") == find_gpu("RTX4090") == GPUS["RTX-4090"]
+        True
+        >>> find_gpu("RTX-A4000")
+    """
+    normal = _MAKER.sub("", name.upper())
+    found = [key for key in GPUS if _begins_with(normal, key)]
     return GPUS[max(found, key=len)] if found else None
+
+
+def _begins_with(name: str, key: str) -> bool:
+    """Return whether `name`, in capitals, begins with the model number `key`: A4000 is no A40."""
+    return re.match(key.upper().replace("-", "[- ]?") + r"(?!\d)", name) is not None
 
 
 def kind_of(name: str) -> GpuKind:
