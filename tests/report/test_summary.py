@@ -171,3 +171,16 @@ def test_clipped_cells_of_a_first_update_are_an_alarm(finished: Path) -> None:
     (told,) = find_alarms(build_summary(run))
     assert told.startswith("Up to 3.1% of a first update's cells were clipped")
     assert "schedule.tsp.batch=1" in told
+
+
+def test_changes_within_their_noise_are_no_alarm(tmp_path: Path) -> None:
+    """A few samples vary by more than two RL steps move them."""
+    for error, moved, told in ((0.02, 1.2, ()), (0.001, 1.02, ("gamed",)), (0.02, 1.4, ("moved",))):
+        path = write_run(tmp_path / f"{error}-{moved}", steps=8)
+        run = read_run(path)
+        first, last = run.evals[0], run.evals[-1]
+        first.update({"heldout_error": error, "nn_distance": 1.2})
+        last.update({"heldout": first["heldout"] - 0.02, "heldout_error": error})
+        last["nn_distance"] = moved
+        said = " ".join(find_alarms(build_summary(run)))
+        assert [word for word in ("gamed", "moved") if word in said] == list(told)

@@ -57,7 +57,8 @@ def eval_numbers(
 
     `reward/<name>` is the mean of an optimised reward, and `reward` the weighted sum of these
     means. It is NaN where an evaluation does not ask for one of them, such as the votes of people.
-    `heldout/<name>` is the mean of a reward without weight, and `heldout` repeats the first.
+    `heldout/<name>` is the mean of a reward without weight, and `heldout` repeats the first, of
+    which `heldout_error` is the standard error of the mean over samples.
     `missing` counts NaN scores, which no mean includes. `kl`, if it was measured, is in nats per
     sample between policy and base model. `noisy_detail`, if it was measured, is the detail of
     samples with the run's noise over that of clean ones (median).
@@ -75,6 +76,7 @@ def eval_numbers(
     unoptimised = [name for name in means if name not in weights]
     if unoptimised:
         numbers["heldout"] = means[unoptimised[0]]
+        numbers["heldout_error"] = _standard_error(pictures.rewards[unoptimised[0]])
         numbers |= {f"heldout/{name}": means[name] for name in unoptimised}
     if not bool(pictures.kl.isnan().all()):
         numbers["kl"] = float(torch.nanmean(pictures.kl.double()))
@@ -93,6 +95,12 @@ def eval_numbers(
             )
         numbers |= {name: float(value) for name, value in found.items()}
     return numbers
+
+
+def _standard_error(scores: Tensor) -> float:
+    """Return the standard error of the mean of `scores` [N] without NaN; 0 for fewer than two."""
+    finite = scores[~scores.isnan()].double()
+    return float(finite.std() / math.sqrt(len(finite))) if len(finite) > 1 else 0.0
 
 
 def save_pictures(path: Path, pictures: Pictures, per_prompt: int) -> None:

@@ -9,6 +9,10 @@ from digenrl.report.summary_record import Summary
 
 DIVERSITY_RANGE = (0.70, 1.15)
 """Range of within-class diversity, relative to real data, that is neither collapsed nor noisy."""
+LEAST_ERRORS = 2.0
+"""Standard errors by which a held-out score falls before the fall is told."""
+LEAST_MOVE = 0.05
+"""Relative growth of the distance to real samples before it is told."""
 
 
 def find_alarms(summary: Summary) -> list[str]:
@@ -59,7 +63,9 @@ def _learning_alarms(summary: Mapping[str, object]) -> list[str]:
     found: list[str] = []
     reward = _metric_change(summary, "reward")
     heldout = _metric_change(summary, "heldout")
-    if reward is not None and heldout is not None and reward > 0 > heldout:
+    error = summary.get("heldout_error")
+    least = LEAST_ERRORS * float(error) if is_number(error) else 0.0
+    if reward is not None and heldout is not None and reward > 0 and heldout < -least:
         found.append(
             f"The reward rose by {reward:.3f} while the held-out score fell by {-heldout:.3f}: "
             "the reward is being gamed."
@@ -73,7 +79,8 @@ def _learning_alarms(summary: Mapping[str, object]) -> list[str]:
             f"{high:.2f})."
         )
     distance = _metric_change(summary, "nn_distance")
-    if distance is not None and distance > 0:
+    first = summary["nn_distance_first"]
+    if distance is not None and is_number(first) and distance > LEAST_MOVE * first:
         found.append(
             "Samples moved away from real data: distance to the nearest real sample "
             f"{summary['nn_distance_first']:.3f} at first, {summary['nn_distance_last']:.3f} at "

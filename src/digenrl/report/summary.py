@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
@@ -51,6 +52,7 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> Summary:
         "reward_last": edge_value("reward", -1),
         "heldout_first": edge_value("heldout", 0, "eval"),
         "heldout_last": edge_value("heldout", -1, "eval"),
+        "heldout_error": _change_error(run.column("heldout_error", "eval")[1]),
         "diversity_ratio": edge_value("diversity_ratio", -1, "eval"),
         "nn_distance_first": edge_value("nn_distance", 0, "eval"),
         "nn_distance_last": edge_value("nn_distance", -1, "eval"),
@@ -86,6 +88,11 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> Summary:
         "world": ranks_by_role(run),
         "warnings": [*run.warnings, *survived_troubles(run), *warnings],
     }
+
+
+def _change_error(errors: Sequence[float]) -> float | None:
+    """Return the standard error of a change from the first evaluation to the last."""
+    return math.hypot(errors[0], errors[-1]) if len(errors) > 1 else None
 
 
 def bubble_seconds(run: Run) -> dict[str, dict[str, float]]:

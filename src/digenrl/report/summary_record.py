@@ -69,6 +69,8 @@ class Summary(TypedDict):
     heldout_first: float | None
     heldout_last: float | None
     """Means of the first and the last evaluation."""
+    heldout_error: float | None
+    """Standard error of the change of the held-out mean; None where it was not recorded."""
     diversity_ratio: float | None
     nn_distance_first: float | None
     nn_distance_last: float | None
