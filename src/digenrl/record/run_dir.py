@@ -298,6 +298,12 @@ def atomic_replace(path: Path) -> Iterator[Path]:
         raise
 
 
+def share_as_folder(path: Path) -> None:
+    """Let those read and write a file who read and write its folder: safetensors leaves files that
+    only their owner reads."""
+    path.chmod(path.parent.stat().st_mode & 0o666)
+
+
 def json_safe(value: object) -> object:
     """Return `value` for JSON: NaN and infinities become null, 0-d tensors and numpy scalars become
     plain numbers."""

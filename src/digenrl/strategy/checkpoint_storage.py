@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from digenrl.record.run_dir import own_folder
+from digenrl.record.run_dir import own_folder, share_as_folder
 from digenrl.transport.wire import tensor_bytes
 
 POLICY = "policy.safetensors"
@@ -164,6 +164,7 @@ def save_weights(
     try:
         header = {_OFFSETS: json.dumps(offsets)} if offsets else None
         save_file(dict(tensors), path, header)
+        share_as_folder(path)
     except SafetensorError as error:
         told = re.search(r"os error (\d+)", str(error))
         if told is None:
