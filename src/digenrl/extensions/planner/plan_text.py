@@ -10,6 +10,7 @@ from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.outcome import SLOWER_GENERATION, CandidateOutcome
 from digenrl.extensions.planner.planner import Plan
 from digenrl.extensions.planner.workload import BASE_BYTES, Drawn
+from digenrl.hardware import Hardware
 from digenrl.recompute import AUTO, Recompute
 
 EXPLAINED = 2.0
@@ -367,10 +368,14 @@ def asynchronous_line(plan: Plan, other: CandidateOutcome | None, chosen: bool) 
     )
 
 
-CHANGES = (
-    "What changes the answer: unequal GPUs, weights that generate only when sharded, rewards on "
-    "processors, GPUs that may be taken away (docs/planner.md, When splitting pays)."
-)
+def changes_line(hardware: Hardware) -> str:
+    """Return what would make splitting pay, of what the profile does not have already."""
+    equal = len({(pool.gpu, pool.memory_gib) for pool in hardware.pools}) == 1
+    return (
+        f"What changes the answer: {'unequal GPUs, ' * equal}weights that generate only when "
+        "sharded, rewards on processors, GPUs that may be taken away (docs/planner.md, When "
+        "splitting pays)."
+    )
 
 
 def explain_winner(plan: Plan, asynchronous: bool) -> list[str]:

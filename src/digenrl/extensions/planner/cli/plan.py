@@ -15,6 +15,7 @@ Exit codes: 2 for a wrong configuration, 3 when nothing fits even then.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -33,15 +34,16 @@ from digenrl.config.commands import shell_command
 from digenrl.config.compose import own_directories
 from digenrl.extensions.planner.advice import PlannerAdvisor
 from digenrl.extensions.planner.costing import Costing
+from digenrl.extensions.planner.fewer_pools import FewerPools, faster_without
 from digenrl.extensions.planner.outcome import CandidateOutcome, simulate_candidate
 from digenrl.extensions.planner.plan_text import (
-    CHANGES,
     COLUMNS,
     Booking,
     as_json,
     asynchronous_line,
     booking_lines,
     candidate_table,
+    changes_line,
     eligible_outcomes,
     evaluation_words,
     explain_winner,
@@ -79,7 +81,8 @@ def main(words: list[str]) -> int:
         print(path.read_text(encoding="utf-8"), end="")
         return 0
     said = [*booking_lines(plan, asynchronous, booking), ""]
-    said += [*explain_winner(plan, asynchronous), *splitting_advice(composed, made), ""]
+    said += [*explain_winner(plan, asynchronous), *splitting_advice(composed, made)]
+    said += [*idle_pool_advice(made.fewer, made.winner), ""]
     lines = [line for text in said for line in wrap_text(text) or [""]]
     lines += candidate_table(plan, asynchronous, booking, settings.plan.show, asked)
     if asked is not None:
@@ -122,7 +125,21 @@ def splitting_advice(composed: Composed, made: Made) -> list[str]:
             steps = composed.settings.plan.simulated_steps  # type: ignore[attr-defined]
             fixed = {"async_steps": 1}
             other = make_plan(made.plan.costing, steps, fixed).best_of_kind("async")
-    return [asynchronous_line(made.plan, other, made.asynchronous), CHANGES]
+    return [
+        asynchronous_line(made.plan, other, made.asynchronous),
+        changes_line(made.plan.costing.hardware),
+    ]
+
+
+def idle_pool_advice(fewer: FewerPools | None, winner: CandidateOutcome) -> list[str]:
+    """Return a line where the run would be faster without one of the pools; [] elsewhere."""
+    if fewer is None:
+        return []
+    return [
+        f"Leave the pool {fewer.pool} out: {run_label(fewer.best)}, {fewer.best.step_s:.2f} s per "
+        f"step, {winner.step_s / fewer.best.step_s:.2f} times as fast with {fewer.count} GPUs "
+        f"fewer. Plan it with {fewer.word}."
+    ]
 
 
 def changing_words(composed: Composed, words: Sequence[str]) -> list[str]:
@@ -181,10 +198,14 @@ class Made:
     asynchronous: bool
     """Whether the winner may use weights one version old."""
     booking: Booking
+    fewer: FewerPools | None
+    """A faster run that leaves a pool out, or None."""
 
     def plan_json(self) -> dict[str, Any]:
         """Return the contents of plan.json."""
-        return as_json(self.plan, self.asked, self.refused, self.asynchronous, self.booking)
+        fewer = None if self.fewer is None else {self.fewer.pool: self.fewer.best.step_s}
+        content = as_json(self.plan, self.asked, self.refused, self.asynchronous, self.booking)
+        return content | {"step_s_without_pool": fewer}
 
 
 def plan_experiment(composed: Composed) -> Made:
@@ -209,17 +230,29 @@ def plan_experiment(composed: Composed) -> Made:
         except ValueError as refusal:
             refused = str(refusal)
     winner = eligible_outcomes(plan, asynchronous)[0]
-    return Made(plan, winner, asked, refused, asynchronous, booking_of(settings))
+    steps = settings.plan.simulated_steps
+    fewer = faster_without(plan.costing, winner.step_s, steps, asynchronous)
+    return Made(plan, winner, asked, refused, asynchronous, booking_of(settings), fewer)
 
 
 def _make_fitting_plan(costing: Costing, steps: int | None, asynchronous: bool) -> Plan:
-    """Make the plan; where nothing fits, with the frozen base in 4 bits."""
+    """Make the plan; where nothing fits, with the frozen base in 4 bits.
+
+    Raises:
+        PlanError: nothing fits even then. The message says so where fewer GPUs would fit.
+    """
     try:
         return make_plan(costing, steps, asynchronous=asynchronous)
-    except PlanError:
+    except PlanError as error:
         with suppress(PlanError):
             return make_plan(costing.quantized, steps, asynchronous=asynchronous)
-        raise
+        fewer = faster_without(costing, math.inf, steps, asynchronous)
+        if fewer is None:
+            raise
+        raise PlanError(
+            f"{error} It fits without the pool {fewer.pool}: add {fewer.word} "
+            f"({run_label(fewer.best)}, {fewer.best.step_s:.2f} s per step)."
+        ) from error
 
 
 def as_configured(composed: Composed) -> CandidateOutcome:
