@@ -125,6 +125,10 @@ def test_a_model_that_cannot_be_built_is_refused_before_any_rank_starts(
             "Guard needs a Gaussian log-prob, and FlowCPS drops",
         ),
         (("algorithm.sde.noise_level=0",), "noise level 0"),
+        (("algorithm.optimizer.betas=[0.9]",), r"algorithm\.optimizer: torch\.optim\.AdamW cannot"),
+        (("algorithm.optimizer.eps=-1",), r"eps=-1.*Invalid epsilon"),
+        (("callbacks.checkpoint.every=-2",), r"callbacks\.checkpoint\.every"),
+        (("callbacks.evaluation.samples_per_prompt=0",), r"samples_per_prompt must be >= 1"),
     ],
 )
 def test_an_algorithm_that_cannot_train_is_refused_before_any_rank_starts(

@@ -211,6 +211,30 @@ class WarningEvents(logging.Handler):
         append_event(self._run_dir, "warning", {"message": record.getMessage()})
 
 
+def _check_optimizer(settings: Settings) -> None:
+    """Raise ValueError for an optimizer that cannot be made of its settings."""
+    given = settings.algorithm.optimizer
+    try:
+        settings.build("algorithm.optimizer")([torch.nn.Parameter(torch.zeros(1))])
+    except Exception as error:  # whatever a library says of its arguments
+        words = settings.node_at("algorithm.optimizer")
+        said = ", ".join(f"{key}={value}" for key, value in words.items() if key[0] != "_")
+        raise ValueError(
+            f"algorithm.optimizer: {given.target} cannot be made with {said} "
+            f"({type(error).__name__}: {str(error).splitlines()[0]})."
+        ) from error
+
+
+def _check_callbacks(settings: Settings) -> None:
+    """Raise ValueError for values that a callback of the project refuses. Statistics may read
+    weights, and other callbacks may do anything: they are built in the ranks alone."""
+    for name, node in (settings.callbacks or {}).items():
+        target = str((node or {}).get("_target_", ""))
+        if target.startswith("digenrl.callbacks."):
+            without = {"statistics": ()} if "statistics" in node else {}
+            settings.build(f"callbacks.{name}", **without)
+
+
 def check_parts(settings: Settings) -> None:
     """Raise ValueError for a model or an algorithm that cannot be built, or a prompt that a reward
     could never score, before anything is written or started."""
@@ -226,6 +250,8 @@ def check_parts(settings: Settings) -> None:
                 policy.sample_with(settings.sampling.lora)
         if settings.parallel.context > 1:
             check_model(model, settings.parallel.context, settings.node_at("model"))
+    _check_optimizer(settings)
+    _check_callbacks(settings)
     if not (isinstance(strategy, type) and issubclass(strategy, DisaggregatedStrategy)):
         raise ValueError(
             f"strategy._target_ = {settings.strategy['_target_']}: is no subclass of "
