@@ -13,7 +13,9 @@ after). The last line of standard output is the path of eval.json.
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +34,8 @@ from digenrl.rewards.needs import require_weights, unscorable_prompts
 
 RESULT = "eval.json"
 PICTURE = "eval.png"
+_TELL_S = 10.0
+"""Seconds between two lines of progress."""
 
 
 class EvaluateKeys(Arguments):
@@ -110,18 +114,34 @@ def evaluate_run(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, 
         "steps": drawn.steps or settings.sampling.eval.steps or settings.sampling.steps,
         "seed": drawn.seed,
     }
-    pictures: dict[str, Pictures] = {"base": evaluation.sample_share(engine, noise=True)}
+    pictures: dict[str, Pictures] = {"base": _draw_and_tell("base", drawn, engine)}
     if checkpoint is not None:
         result["rl_step"] = rl_step
         restore_module(module, checkpoint)
         with module.averaged():
-            pictures["last"] = evaluation.sample_share(engine)
+            pictures["last"] = _draw_and_tell("last", drawn, engine)
     engine.close()
     result |= {name: evaluation.measure_pictures(engine, shown) for name, shown in pictures.items()}
     after = pictures.get("last", pictures["base"])
     save_before_after(composed.run_dir / PICTURE, pictures["base"], after, rl_step)
     write_json(composed.run_dir / RESULT, result)
     return result
+
+
+def _draw_and_tell(name: str, drawn: Any, engine: Any) -> Any:
+    """Return the `Pictures` of all of an evaluation's `FixedSamples`, and say every few seconds how
+    many prompts are drawn."""
+    from digenrl.rollout.evaluation import NOISY_PIECES, join_pictures
+
+    parts, told = [], -math.inf
+    for number in range(len(drawn.pieces)):
+        if time.monotonic() - told > _TELL_S:
+            done = sum(map(len, drawn.pieces[:number]))
+            print(f"eval: {name}: {done} of {len(drawn.prompts)} prompts", file=sys.stderr)
+            told = time.monotonic()
+        noise = name == "base" and number < NOISY_PIECES
+        parts.append(drawn.draw_pieces(engine, [number], noise=noise))
+    return join_pictures(parts)
 
 
 def save_before_after(path: Path, before: Any, after: Any, rl_step: int) -> None:
