@@ -276,7 +276,7 @@ def tables(results: Results, units: Sequence[Unit]) -> Report:
         kept = "-" if unit.stage == "generate" else unit.build.kept + " full" * unit.build.full
         row = figures(results.rows[unit.key], peak, planned_seconds(unit, machine["gpu"]))
         report.row(unit.model, unit.stage, unit.engine, kept, unit.samples, unit.steps, *row)
-    report.table(("        model", "trained", "         engine", "steps", "max |ratio - 1|"))
+    report.table(("        model", "trained", "         engine", "steps", "largest ratio - 1"))
     for unit in (unit for unit in units if unit.stage == "ratio"):
         result = results.rows[unit.key]
         found = f"{result['deviation']:.3g}" if "deviation" in result else words(result)[:40]

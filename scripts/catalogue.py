@@ -130,17 +130,24 @@ def _trained_by(model: str) -> str:
     return f"experiment={plain[0] if plain else f'{model}_flowgrpo'}"
 
 
+def _merged(below: Any, above: Any) -> Any:
+    """Return what Hydra makes of an option's value above an inherited one."""
+    if isinstance(below, dict) and isinstance(above, dict):
+        return {key: _merged(below.get(key), above.get(key)) for key in (*below, *above)}
+    return below if above is None else above
+
+
 def _rewards() -> Iterator[str]:
     for option, head, node in _options("reward"):
-        parts = node.get("rewards") or {}
-        scorers = [
-            entry.get("scorer", {}).get("_target_", "")
-            for entry in parts.values()
-            if isinstance(entry, dict)
-        ]
-        sources = [
-            f"`{source}`" for scorer in scorers for source in WEIGHTS.get(scorer, {}).values()
-        ]
+        parts = [*(node.get("rewards") or {}).values(), *(node.get("heldout") or {}).values()]
+        scorers = [entry.get("scorer") or {} for entry in parts if isinstance(entry, dict)]
+        sources = []
+        for scorer in scorers:
+            known = WEIGHTS.get(scorer.get("_target_", ""), {})
+            sources += [f"`{source}`" for source in known.values()]
+            asked = [key for key in ("path", "colours") if key in scorer and scorer[key] is None]
+            if asked and not known:
+                sources.append(f"yours: {' and '.join(f'`scorer.{key}`' for key in asked)}")
         yield f"| `{option}` | {head} | {', '.join(dict.fromkeys(sources)) or 'none to fetch'} |"
 
 
@@ -159,7 +166,9 @@ def _options(group: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
             if isinstance(name, str) and not name.startswith("_")
         ):
             inherited = path.with_name(f"{parent}.yaml")
-            node = (yaml.safe_load(inherited.read_text()) if inherited.exists() else {}) | node
+            below = yaml.safe_load(inherited.read_text()) if inherited.exists() else {}
+            together = {key: _merged(below.get(key), node.get(key)) for key in (*below, *node)}
+            node = together
         yield path.stem, head.replace("|", "\\|"), node
 
 

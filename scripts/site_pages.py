@@ -24,11 +24,29 @@ def on_files(files: Files, config: Any) -> Files:
     first."""
     found = [(ROOT / own, page) for own, page in PAGES.items()]
     found += [(path, f"results/{path.name}") for path in (ROOT / "benchmarks" / "results").iterdir()
-              if path.suffix in (".md", ".png")]  # fmt: skip
-    found += [(ROOT / name, name) for name in ("CITATION.cff", "examples/grpo_in_one_file.py")]
+              if path.suffix in (".md", ".png", ".jsonl")]  # fmt: skip
+    found += [(ROOT / name, name) for name in _linked_files()]
     for path, page in found:
         files.append(File.generated(config, page, abs_src_path=str(path)))
     return files
+
+
+def _linked_files() -> list[str]:
+    """Return the files of the repository, no pages, that a page links to."""
+    pages = [ROOT / own for own in PAGES]
+    pages += [*(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks" / "results").glob("*.md")]
+    found = set()
+    for page in pages:
+        for target in LINKED.findall(page.read_text(encoding="utf-8")):
+            path = (page.parent / target).resolve()
+            own = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
+            if (
+                path.is_file()
+                and path.suffix != ".md"
+                and not own.startswith(("docs/", "benchmarks/results/"))
+            ):
+                found.add(own)
+    return sorted(found)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
