@@ -163,7 +163,8 @@ def test_the_words_of_a_run_stay_words_in_its_card(tmp_path: Path) -> None:
     name = "](javascript:x) <b>.png"
     (run / "plots" / name).write_bytes(b"")
     (run / "summary.json").write_text(json.dumps({"status": HOSTILE}))
-    config = dict.fromkeys(("algorithm", "sampling", "data", "reward", "seed"), HOSTILE) | {
+    config = dict.fromkeys(("algorithm", "data", "reward", "seed"), HOSTILE) | {
+        "sampling": {"height": HOSTILE, "lora": HOSTILE},
         "experiment_name": HOSTILE,
         "model": {"path": HOSTILE, "build": "real", "lora": {"rank": 4, "alpha": 8}},
     }
@@ -174,7 +175,7 @@ def test_the_words_of_a_run_stay_words_in_its_card(tmp_path: Path) -> None:
     (code,) = re.findall(r"^```python$(.*?)^```$", card, re.MULTILINE | re.DOTALL)
     calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     assert HOSTILE in [
-        node.args[0].value for node in calls if isinstance(node.args[0], ast.Constant)
+        node.args[0].value for node in calls if node.args and isinstance(node.args[0], ast.Constant)
     ]
     assert not any(
         isinstance(node, ast.Import) and node.names[0].name == "os"
@@ -196,8 +197,9 @@ def test_card_of_a_pipeline_that_loads_no_adapters_shows_what_its_network_loads(
     randomise_lora(policy)
     (file,) = diffusers_export.export_policy(policy, tmp_path)
     model = {"path": "hub/model", "build": "real", "lora": {"rank": 4, "alpha": 8}}
-    config = dict.fromkeys(("algorithm", "sampling", "data", "reward", "seed"), 0) | {
-        "model": model
+    config = dict.fromkeys(("algorithm", "data", "reward", "seed"), 0) | {
+        "sampling": {"height": 64, "steps": 4},
+        "model": model,
     }
     text = write_card(
         tmp_path, tmp_path, config | {"experiment_name": "a"}, policy, "trained"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shutil
@@ -70,11 +71,33 @@ def write_card(
             component_network(policy, next(iter(policy.components.values())))
         ).__name__,
         weights=weights,
+        drawing=None if pipeline is None else _drawing_call(pipeline, config),
     )
     card = folder / "README.md"
     with atomic_replace(card) as unfinished:
         unfinished.write_text(text + "\n", encoding="utf-8")
     return card
+
+
+def _drawing_call(pipeline: str, config: Mapping[str, Any]) -> str:
+    """Return the call with which a pipeline draws as the run's evaluations do: size, steps and
+    guidance, as far as the pipeline takes them."""
+    sampling, model = config["sampling"], config["model"]
+    evaluated = sampling.get("eval") or {}
+    known = {
+        "height": sampling.get("height"),
+        "width": sampling.get("width"),
+        "num_frames": sampling.get("frames"),
+        "num_inference_steps": evaluated.get("steps") or sampling.get("steps"),
+        "guidance_scale": evaluated.get("guidance_scale") or sampling.get("guidance_scale"),
+        "true_cfg_scale": model.get("true_cfg_scale"),
+        "max_sequence_length": model.get("max_sequence_length"),
+    }
+    takes = inspect.signature(getattr(diffusers, pipeline).__call__).parameters
+    said = [f"{key}={json.dumps(value)}" for key, value in known.items() if key in takes and value]
+    image = ["image=SOURCE"] if "image" in takes else []
+    words = ['prompt="a prompt"', *image, *said]
+    return f"pipeline({', '.join(words)})[0]"
 
 
 def _escape_markdown(value: object) -> str:
