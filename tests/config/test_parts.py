@@ -276,9 +276,12 @@ def test_an_option_that_is_not_there_names_the_nearest_and_all() -> None:
     def said(option: str, *options: str) -> str:
         return compose.unknown_option("reward", option, options)
 
-    head = "reward = clp: there is no such reward; "
-    assert said("clp", "ocr", "clip") == f"{head}nearest: clip. Available: clip, ocr."
-    assert said("clp") == f"{head}Available: none."
+    head, own = (
+        "reward = clp: there is no such reward; ",
+        "; your own are found with --config-dir DIR.",
+    )
+    assert said("clp", "ocr", "clip") == f"{head}nearest: clip. Available: clip, ocr{own}"
+    assert said("clp") == f"{head}Available: none{own}"
     assert "nearest: aesthetic, static. " in said("TIC", "aesthetic", "static", "ocr")
     assert "nearest" not in said("ti", "aesthetic", "static"), "two letters are too few"
 
@@ -507,7 +510,7 @@ def test_updates_divide_the_batch_or_every_group(
 
 
 def test_a_rule_is_silent_about_what_is_absent_or_reported() -> None:
-    tree = {"parallel": {"sharded_trainers": "fsdp"}, "allocation": {"trainers": 1}}
+    tree = {"parallel": {"sharding": "fsdp"}, "allocation": {"trainers": 1}}
     (said,) = relations.relation_problems(tree)
     assert said.startswith("parallel.sharding = fsdp with allocation.trainers = 1")
     for broken in ("allocation.trainers", "parallel.sharding", "allocation.trainers.x"):

@@ -178,7 +178,7 @@ def unknown_option(group: str, option: str, options: Sequence[str]) -> str:
     hint = f"nearest: {close}. " if close else ""
     return (
         f"{group} = {redact_text(option)}: there is no such {group}; {hint}Available: "
-        f"{list_names(options)}."
+        f"{list_names(options)}; your own are found with --config-dir DIR."
     )
 
 
