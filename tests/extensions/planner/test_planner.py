@@ -807,3 +807,14 @@ def test_a_plan_keeps_the_groups_together_that_an_algorithm_compares() -> None:
         6,
         8,
     ]
+
+
+@pytest.mark.heavy
+def test_ranks_that_share_their_time_are_never_asynchronous() -> None:
+    """Advantages over the batch are planned colocated. What asynchrony would give is asked with
+    `async_steps` fixed, and a colocated run of that kind would wait for ever."""
+    words = ["experiment=sd35_nft", "hardware=node_8xh100", "data.prompts_per_batch=8"]
+    costing = costing_of(configuration.load(words, "plan"))
+    plan = make_plan(costing, fixed={"async_steps": 1})
+    assert plan.outcomes
+    assert all(outcome.candidate.rollouts for outcome in plan.outcomes)

@@ -314,7 +314,10 @@ def _few_tasks(costing: Costing) -> bool:
 
 
 def is_allowed(costing: Costing, candidate: Candidate) -> bool:
-    """Return whether the profile's roles allow the split, and the advantages the fragments."""
+    """Return whether the profile's roles allow the split, the advantages the fragments, and the
+    split asynchrony: colocated ranks have nobody who generates while they train."""
+    if candidate.spec.async_steps and candidate.rollouts == 0:
+        return False
     if candidate.spec.gap and costing.work.whole_batch:
         return False
     try:
