@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from digenrl import config as configuration
@@ -59,14 +61,30 @@ def profile() -> list[str]:
     return ["~hardware.pools.local", *words, "ray.resources={fixed:{train:1},spot:{spot:1}}"]
 
 
+OWN = {"NCCL_DEBUG_SUBSYS": "of-this-test", "DIGENRL_OWN": "of-this-test"}
+
+
+def environments() -> Iterator[dict[str, str]]:
+    """Yield the variables of each process that Ray started for an actor."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.name().startswith("ray::Seat"):
+                yield process.environ()
+
+
 @pytest.mark.slow
 def test_two_nodes_give_the_weights_of_one_machine(running: Any, cluster: Any) -> None:
-    """The rollouts have a node of their own; the logs of all ranks are in the run's directory."""
+    """The rollouts have a node of their own; the logs of all ranks are in the run's directory. The
+    ranks have variables of the driver that their nodes started without."""
     cluster.add_node(num_cpus=1, resources={"spot": 2})
-    local = running(*LOCAL)
+    local = running(*LOCAL, fork=True)
     assert local.finish() == 0, local.stderr
-    far = running(*LOCAL, *profile(), "launch=ray", f"ray.address={cluster.address}")
+    words = (*LOCAL, *profile(), "launch=ray", f"ray.address={cluster.address}")
+    far = running(*words, wrapper=("env", *(f"{name}={value}" for name, value in OWN.items())))
+    far.wait_for_step(1)
+    ranks = [found for found in environments() if OWN.items() <= found.items()]
     assert far.finish() == 0, far.stderr
+    assert len(ranks) == 3
     assert weights(far) == weights(local)
     assert far.summary["world"] == {"trainer": 1, "rollout": 2}
     assert all((far.run_dir / f"logs/rank-00{rank}.log").is_file() for rank in range(3))
