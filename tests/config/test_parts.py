@@ -705,3 +705,18 @@ def test_ranks_agree_about_everything_but_what_belongs_to_a_machine() -> None:
     }  # fmt: skip
     found = stored.configuration_identity(OmegaConf.create(config))
     assert found == {"seed": 1, "data.group_size": 2, "data.links": {}, "api_key": MASK}
+
+
+@pytest.mark.parametrize(("per_node", "refused"), [(None, False), (6, True), (8, False)])
+def test_a_node_of_unsaid_size_is_divided_into_context_groups(
+    per_node: int | None, refused: bool
+) -> None:
+    pool = {"gpu": "H100", "count": 8, "per_node": per_node}
+    tree = {
+        "parallel": {"context": 4},
+        "allocation": {"trainers": 8},
+        "schedule": {"shares": "equal"},
+        "hardware": {"pools": {"a": pool}},
+    }
+    said = [each for each in relations.relation_problems(tree) if "of a node" in each]
+    assert bool(said) is refused

@@ -134,7 +134,7 @@ def _context_groups(get: View) -> Iterator[str]:
             "schedule.shares=equal, or parallel.context=1."
         )
     for name, pool in get("hardware.pools").items():
-        node = pool.get("per_node", min(pool.get("count", 1), 8))
+        node = pool.get("per_node") or min(pool.get("count", 1), 8)
         if pool.get("gpu") != "cpu" and pool.get("role", "auto") != "rollout" and node % context:
             yield (
                 f"parallel.context = {context}: the {node} GPUs of a node of hardware.pools.{name} "
