@@ -43,12 +43,13 @@ def average_grads(parameters: Iterable[Tensor], trainers: int) -> None:
         dist.all_reduce(flat)
         flat /= trainers
         offset = len(members)
-        for i, parameter in enumerate(members):
+        held = flat[:offset].tolist()  # one wait for the device, not one for each parameter
+        for trainers_with_it, parameter in zip(held, members, strict=True):
             piece = flat[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
             # Some trainer has this gradient; where none has, it stays None, and no optimizer
             # touches it.
-            if flat[i] > 0:
+            if trainers_with_it > 0:
                 if parameter.grad is None:
                     parameter.grad = piece.clone()
                 else:
