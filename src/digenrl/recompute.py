@@ -12,7 +12,7 @@
 Gradients are the same bits in every case. `model.gradient_checkpointing` is false (all), true
 (inputs), products, attention, offload, a share of the blocks that keep their inputs alone, a
 mapping {products|attention|inputs|offload: share of the blocks}, or auto: the least repetition that
-fits into the memory of each rank's GPU (`simulate.memory`); none where a tiny build is short of
+fits into the memory of each rank's GPU (`extensions/planner/memory.py`); none where a tiny build is short of
 nothing. auto never off-loads. A run's config.yaml has what was chosen.
 
 Pure: standard library only. Chen et al. 2016 (arXiv:1604.06174); selective: Korthikanti et al. 2022

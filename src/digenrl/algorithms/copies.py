@@ -40,7 +40,6 @@ class ParameterCopy:
 
         Without a copy the parameters stay unchanged.
 
-
         Values are written through `.data` into the same storage, so FSDP's views stay valid as long
         as no backward runs inside.
         """

@@ -4,7 +4,7 @@
 All work on mean-per-dimension log-probs (`diffusion.sde`). `old_log_prob` is always the one that
 the rollout rank stored, so an on-policy ratio is exactly 1 and a stale one is the true importance
 ratio per dimension. Other surrogates are in `extensions/methods`, corrections of stale
-samples in `extensions/offpolicy`.
+samples in `extensions/methods/offpolicy`.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Loop:
     """One policy, its rewards and its optimizer in this process, at RL step `step`."""
 
     def __init__(self, settings: Settings) -> None:
-        """config: settled, of one rank that generates and trains. The policy is on a GPU where
+        """settings: settled, of one rank that generates and trains. The policy is on a GPU where
         there is one."""
         torch.manual_seed(settings.seed)
         devices.take_gpu(0)

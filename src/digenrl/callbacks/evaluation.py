@@ -381,7 +381,7 @@ class Evaluation(pl.Callback):
         return self.drawn.draw_pieces(engine, mine, before_step, noise)
 
     def measure_pictures(self, engine: RolloutEngine, pictures: Pictures) -> dict[str, float]:
-        """Return the numbers of an eval line; see the function `measure`."""
+        """Return the numbers of an eval line; see `eval_numbers`."""
         return eval_numbers(pictures, engine.reward_weights, self.statistics)
 
     def _gather_pictures(self, trainer: pl.Trainer, local: Pictures) -> Pictures:

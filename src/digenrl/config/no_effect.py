@@ -10,7 +10,7 @@ from digenrl.schedule import slices_of_group
 
 
 def without_effect(settings: Settings) -> Iterator[str]:
-    """Yield a line for each setting of the settled `config` that has no effect."""
+    """Yield a line for each setting of the settled `settings` that has no effect."""
     schedule, trainers, rollouts = (
         settings.schedule,
         settings.allocation.trainers,

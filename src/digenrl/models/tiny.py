@@ -137,7 +137,7 @@ def build_pipeline(facts: Facts | str, folder: Path, seed: int = 0) -> Path:
     if not list(folder.glob("transformer/*.safetensors")):
         raise RuntimeError(
             f"the tiny build of {facts.family} has no weights: in a process group rank 0 alone "
-            "writes them; call builds.ensure before the group begins"
+            "writes them; call digenrl.models.tiny.ensure before the group begins"
         )
     return folder
 

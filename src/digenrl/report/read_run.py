@@ -147,8 +147,8 @@ class JsonlTail:
         self._reset_offset()
 
     def _reset_offset(self) -> None:
+        # Bytes read, the line that is not complete yet, and whether that line is too long.
         self._offset, self._rest, self._inside = 0, b"", False
-        """Bytes read, the line that is not complete yet, and whether that line is too long."""
 
     def read_new_rows(self) -> list[Row]:
         """Return new whole lines, oldest first; none for an absent or unreadable file. A file

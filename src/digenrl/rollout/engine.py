@@ -43,7 +43,7 @@ class SamplingSpec:
     eval_steps: int = 0
     """ODE steps of evaluation; 0 = as in rollouts."""
     eval_guidance_scale: float | None = None
-    """Steps of an evaluation. None: as in rollouts."""
+    """Guidance of an evaluation. None: as in rollouts."""
     eval_solver: denoise.Solver = "euler"
     eval_batch: int | None = None
     """Samples of evaluation at once, of one or more prompts; None = all of a prompt."""

@@ -3,8 +3,8 @@
 No rank commands the others. Each rank has a scheduler of its own. The rank reports what it sees
 (events), asks the scheduler (decisions), and acts. A decision depends only on its arguments and on the
 events before it. The simulator reports what all ranks see to one scheduler, and has no rule of its
-own. With `record` set, every event and every decision is recorded, and `replay` makes each decision
-again.
+own. With `record` set, every event and every decision is recorded, so that each decision can be
+made again (tests/schedule/replaying.py does).
 
     events      saw_rank   a rank is free, busy, waiting, lost, or has joined
                 expected   a duration of a task, a cell or a switch, from the hardware profile
@@ -547,7 +547,7 @@ class Scheduler:
 
 
 def record_header(spec: ScheduleSpec, roles: Roles, last_step: int) -> dict[str, Any]:
-    """Return the first row of a record, from which `replay` builds a scheduler. `last_step` is the
+    """Return the first row of a record, from which a scheduler can be built. `last_step` is the
     run's final RL step."""
     return {"spec": asdict(spec), "roles": asdict(roles), "last_step": last_step}
 

@@ -92,7 +92,7 @@ def accepted_claims(
     claim.
 
     The accepted finishing times are the `tasks` smallest of the union of {free_i + j seconds_i}
-    (see `claims`).
+    (see `ranks`).
     """
     begin = [max(0.0, start) for start in free]
     # (finish of the rank's next task, rank, its start): the smallest finish is accepted next.

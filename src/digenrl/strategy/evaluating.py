@@ -11,7 +11,7 @@ update, so version V is still on each of them.
 
 An evaluation may be of other weights than V's: a moving average, or weights that an algorithm
 trains but does not sample with. Trainers publish these under the queue's number, and a rollout
-exchanges them with V's while it makes a piece. The store's key `evaluation` is "version digest" of
+exchanges them with V's while it makes a piece. The store's key `evaluation` is "version:digest" of
 the open evaluation; no digest means V's own weights.
 """  # noqa: E501
 

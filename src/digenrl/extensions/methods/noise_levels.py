@@ -28,7 +28,7 @@ class NoiseLevels:
     anywhere (scxue/advantage_weighted_matching train_sd3_awm.py:1197-1204)."""
 
     def count_trained(self, steps: int) -> int:
-        """size or the whole range."""
+        """Return the trained noise levels of a sample: `size`, or the whole range."""
         first, stop = range_of("NoiseLevels", self.first, self.stop, steps, steps)
         size = stop - first if self.size is None else self.size
         if not 1 <= size <= stop - first:

@@ -68,7 +68,7 @@ class Uncorrected(Weighted):
         return torch.ones_like(ratio)
 
     def bounded_cells(self, cells: Cells) -> Tensor:
-        """None."""
+        """Return [b, K] False: nothing is bounded."""
         return torch.zeros_like(cells.log_prob, dtype=torch.bool)
 
 

@@ -76,7 +76,7 @@ class Window:
             )
 
     def count_trained(self, steps: int) -> int:
-        """size."""
+        """Return the trained steps of a sample, which are `size`."""
         first, stop = pool_of("Window", self.first, self.stop, steps)
         if self.size > stop - first:
             raise ValueError(
