@@ -466,4 +466,4 @@ def test_a_pipe_in_a_folder_of_weights_is_no_file(tmp_path: Path) -> None:
         require_shards(str(tmp_path), "text_encoder")
     (encoder / "b.safetensors").unlink()
     with pytest.raises(LoraFileError, match="0 files end in"):
-        _adapter_files(encoder, {"transformer": ""})
+        _adapter_files(encoder, {"transformer": ""}, "model.lora.path")

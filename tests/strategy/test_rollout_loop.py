@@ -103,7 +103,7 @@ class Life(Rollout):
     def trace(self) -> list[tuple[Any, ...]]:
         """(stage, what tells it apart) of what it did, without decoding, scoring and sending."""
         named = {
-            "wait_for_message": "cause",
+            "wait": "cause",
             "adopt": "version",
             "generate": "version",
             "eval": "piece",
@@ -135,8 +135,8 @@ def test_a_rollout_adopts_works_and_waits_until_the_run_is_done(
     life.worker.run_until_done()
     tasks = [("generate", 0)] * 6, [("generate", 1)] * 6
     first, last = (
-        [("wait_for_message", "startup"), ("adopt", 0)],
-        [("wait_for_message", "weights"), ("adopt", 1)],
+        [("wait", "startup"), ("adopt", 0)],
+        [("wait", "weights"), ("adopt", 1)],
     )
     assert seen == [("wait weights", 0, False, True), ("wait weights", 1, False, True)]
     assert life.post.to == [0, 1] * 12
@@ -404,7 +404,7 @@ def test_a_version_that_comes_back_goes_before_the_tasks_of_the_present_one(
     one, rest = [("generate", 1)], [("generate", 1)] * 5
     older = [("adopt", 0), *[("generate", 0)] * 6]
     assert life.trace() == [
-        ("wait_for_message", "startup"),
+        ("wait", "startup"),
         ("adopt", 1),
         *one,
         *older,
@@ -431,7 +431,7 @@ def test_who_joined_asks_once_for_weights_and_not_before_there_are_any(
     life.worker.run_until_done()
     assert asked == [0, 1, 1, 13]
     tasks = [("generate", 1)] * 6
-    assert life.trace() == [("wait_for_message", "startup"), ("adopt", 1), *tasks, ("adopt", 1)], (
+    assert life.trace() == [("wait", "startup"), ("adopt", 1), *tasks, ("adopt", 1)], (
         "the same version has no hurry"
     )
     ask = life.post.messages()[0]
@@ -454,10 +454,10 @@ def test_an_evaluation_is_made_between_tasks_and_weights_by_the_weights_it_is_of
     life.link.at_rest += [opened, lambda: life.arrive(1), life.done]
     life.worker.run_until_done()
     assert life.holds(1)
-    pieces = [("eval", 0), ("eval", 1), ("wait_for_message", "weights"), ("adopt", 1)]
+    pieces = [("eval", 0), ("eval", 1), ("wait", "weights"), ("adopt", 1)]
     made = [("generate", 0)] * 6, [("generate", 1)] * 6
     assert life.trace() == [
-        ("wait_for_message", "startup"),
+        ("wait", "startup"),
         ("adopt", 0),
         *made[0],
         *pieces,
