@@ -281,7 +281,7 @@ def test_text_encoders_stay_on_the_device(model: str) -> None:
     ):
         policy = configuration.instantiate(settings)
         if not ROWS[FAMILY[model]].counts_tokens:
-            encoded = policy.codec.encode_prompts(policy.codec.wordings([PROMPT])[0])
+            encoded = policy.codec.encode_prompts(policy.codec.branch_wordings([PROMPT])[0])
             expected = {name: (1, *shape) for name, shape in shapes(policy).items()}
             assert {name: tuple(value.shape) for name, value in encoded.items()} == expected
         else:
