@@ -57,7 +57,6 @@ FEWSTEP = {
         "algorithm.scale=0.3",
         "algorithm.kl_weight=1e-2",
     ),
-    "rvm any level": ("algorithm=rvm", "~algorithm.beta", "algorithm.kl_weight=3e-2"),
 }
 """Methods on the two-step student, with the words of benchmarks/results/fewstep-2026-11-28.md."""
 WANTED_GAIN = 0.2
