@@ -63,5 +63,5 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
 
 
 def list_names(names: Iterable[str]) -> str:
-    """Return `names` in one line."""
-    return ", ".join(sorted(names)) or "none"
+    """Return `names` in one line, each once."""
+    return ", ".join(sorted(set(names))) or "none"
