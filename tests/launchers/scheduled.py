@@ -9,14 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from tests.conftest import ROOT
 from tests.strategy.processes import TINY
@@ -124,13 +123,6 @@ class Processes:
                 for worker in workers:
                     with suppress(psutil.NoSuchProcess):
                         worker.kill()
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    found = Processes(tmp_path)
-    yield found
-    found.kill()
 
 
 def words(tmp_path: Path, trainers: int, rollouts: int, *more: str) -> list[str]:

@@ -30,10 +30,8 @@ from digenrl.launchers.agreement import (
 )
 from digenrl.launchers.job import newest_checkpoint
 from digenrl.launchers.places import Place
-from tests.launchers.scheduled import Processes, processes, srun, summary, words
+from tests.launchers.scheduled import Processes, srun, summary, words
 from tests.strategy.processes import TINY
-
-assert processes  # a fixture
 
 
 def facts(**changed: Any) -> ProcessFacts:
