@@ -221,8 +221,9 @@ def test_a_file_of_thousands_of_faults_is_refused_soon_and_in_few_words(
     began = time.process_time()
     with pytest.raises(config.ConfigError) as caught:
         config.load([], stored=run)
-    assert time.process_time() - began < 30
+    assert time.process_time() - began < 15
     assert len(caught.value.problems) <= MOST_SHOWN
+    assert not any("nearest: schedule_tag_gap" in each for each in caught.value.problems)
     assert "more" in str(caught.value).splitlines()[-1] or "zz" in text
     assert len(str(caught.value)) < 40 << 20
 

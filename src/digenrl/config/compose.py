@@ -244,8 +244,10 @@ class KnownKeys:
     def _keys(self) -> list[str]:
         tree = OmegaConf.to_container(self._config, resolve=False)
         paths = (path for path, _ in walk_nodes(tree) if path and "[" not in path)
-        paths = (path for path in paths if path.partition(".")[0] != "hydra")
-        return sorted({*paths, *group_options(config_directory()), *self._schema})
+        # What is below another unknown key is no suggestion, and a stored file may hold thousands.
+        known = {*group_options(config_directory()), *self._schema}
+        heads = {name.partition(".")[0] for name in known}
+        return sorted({*known, *(path for path in paths if path.partition(".")[0] in heads)})
 
     def unknown_message(self, key: str, value: object) -> str:
         """Return the message for a key that does not exist: key, value, nearest valid key and the

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def absolute_paths(tree: object, config_name: str) -> Iterator[tuple[str, str]]:
                 found = _prompt_file(value) if key == path or path.endswith(".file") else value
             else:
                 found = value if value == "auto" else absolute_path(value)
-        elif any(_lies_in(path, component) for component in components):
+        elif _lies_in_one_of(path, components):
             found = _of_component(path.rpartition(".")[2].partition("[")[0], path, value)
         else:
             continue
@@ -107,8 +108,17 @@ def typed_paths(config_name: str) -> dict[str, str]:
     return {key: its.path for key, its in keys if its.path is not None and key != "resume"}
 
 
-def _lies_in(path: str, component: str) -> bool:
-    return not component or path.startswith((f"{component}.", f"{component}["))
+def _lies_in_one_of(path: str, components: Set[str]) -> bool:
+    """Return whether `path` is below one of the `components`. "" is the whole tree.
+
+    >>> _lies_in_one_of("reward.rewards[0].path", {"reward.rewards[0]"})
+    True
+    >>> _lies_in_one_of("reward.rewards", {"reward.rewards"})
+    False
+    """
+    # By the beginnings of the path: a stored file may hold thousands of components.
+    begins = (path[: cut.start()] for cut in re.finditer(r"[.\[]", path))
+    return "" in components or any(begin in components for begin in begins)
 
 
 def _of_component(name: str, path: str, value: str) -> str:

@@ -29,7 +29,7 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from digenrl.config.arguments import argument_problems
-from digenrl.config.errors import nearest_name
+from digenrl.config.errors import MOST_SHOWN, nearest_name
 from digenrl.config.removed import present_name
 from digenrl.config.shipped import config_directory
 
@@ -120,17 +120,20 @@ def target_problems(tree: object, allow: Sequence[str] = ()) -> list[str]:
         if not isinstance(target, str):
             problems.append(f"{where} = {target!r}: use the dotted name of a class, as text.")
         elif not is_allowed(target, allow):
-            problems.append(f"{where} = {target}: refused, because {_refusal_reason(target)}.")
+            # A stored file may hold thousands, and a look for the nearest name takes milliseconds.
+            reason = _refusal_reason(target, looks=len(problems) < MOST_SHOWN)
+            problems.append(f"{where} = {target}: refused, because {reason}.")
         else:
             problems += argument_problems(where, path, target, node)
     return problems
 
 
-def _refusal_reason(target: str) -> str:
-    """Return why `target` is not allowed, and what can be done."""
+def _refusal_reason(target: str, looks: bool) -> str:
+    """Return why `target` is not allowed, and what can be done. `looks`: name the nearest."""
     if (now := present_name(target)) != target:
         return f"it has moved; write {now}"
-    hint = f"; nearest: {close}" if (close := nearest_name(target, known_components())) else ""
+    close = nearest_name(target, known_components()) if looks else None
+    hint = f"; nearest: {close}" if close else ""
     if target.partition(".")[0] in _OWN:
         return f"no file of the shipped configs/ names it as a component{hint}"
     package = target.rpartition(".")[0] or target
