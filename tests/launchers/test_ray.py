@@ -204,9 +204,9 @@ def test_no_lack_is_told_while_processes_start() -> None:
 
 
 SLOWLY = """
-from digenrl.launchers.on_ray import Places, seated
+from digenrl.launchers.on_ray import Places, seated_ranks
 
-with seated(Places(None, ({"CPU": 0.1},), 1, 60.0, 0.0, 1.0), 1):
+with seated_ranks(Places(None, ({"CPU": 0.1},), 1, 60.0, 0.0, 1.0), 1):
     pass
 """
 
