@@ -13,7 +13,6 @@ from torch import Tensor
 from digenrl.extensions.export.lora_layouts import in_layout
 from digenrl.models.lora import ADAPTER
 from digenrl.models.policy import Policy
-from digenrl.record.run_dir import share_as_folder
 
 LORA_FILE, FIRST = "pytorch_lora_weights.safetensors", ".lora_A.weight"
 
@@ -47,7 +46,6 @@ def export_policy(policy: Policy, folder: Path) -> list[Path]:
             transformer_lora_adapter_metadata=metadata,
             weight_name=file.name,
         )
-        share_as_folder(file)
         files.append(file)
     return files
 
@@ -107,7 +105,6 @@ def export_layout(policy: Policy, folder: Path, layout: str) -> list[Path]:
             raise ExportError(f"format={layout}: {error}") from error
         file = folder / f"lora_{layout}{subfolder.removeprefix('transformer')}.safetensors"
         save_file({name: value.contiguous() for name, value in renamed.items()}, file)
-        share_as_folder(file)
         files.append(file)
     return files
 
@@ -117,8 +114,5 @@ def _export_transformers(policy: Policy, folder: Path) -> list[Path]:
     for subfolder, prefix in policy.components.items():
         target = folder / subfolder
         component_network(policy, prefix).save_pretrained(target)
-        config, weights = target / "config.json", sorted(target.glob("*.safetensors"))
-        for file in weights:
-            share_as_folder(file)
-        written += [config, *weights]
+        written += [target / "config.json", *sorted(target.glob("*.safetensors"))]
     return written

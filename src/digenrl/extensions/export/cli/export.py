@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from digenrl import config as configuration
 from digenrl.config.help import Arguments, Folder, RunDirectory, own_command
+from digenrl.record.run_dir import share_as_folder
 
 NOTES = {
     "trained": "the weights after the last update",
@@ -100,9 +101,11 @@ def export_run(request: ExportKeys, words: Sequence[str] = ()) -> Path:
                 "it out"
             )
         policy.adapter.merge()
-    export_policy(policy, out)
+    files = export_policy(policy, out)
     if request.format != "diffusers":
-        export_layout(policy, out, request.format)
+        files += export_layout(policy, out, request.format)
+    for file in files:
+        share_as_folder(file)
     plain: Any = composed.settings.as_plain()
     write_card(out, composed.run_dir, plain, policy, weights)
     return out
