@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.outcome import CandidateOutcome
+from digenrl.extensions.planner.plan_text import eligible_outcomes
 from digenrl.extensions.planner.planner import PlanError, make_plan
 
 
@@ -65,8 +66,6 @@ def _without_each_pool(costing: Costing) -> Iterator[tuple[str, Costing]]:
 def _fastest(costing: Costing, steps: int | None, asynchronous: bool) -> CandidateOutcome | None:
     """Return the winner of a plan; None where nothing fits."""
     with suppress(PlanError):
-        kinds = ("on_policy", "async") if asynchronous else ("on_policy",)
         plan = make_plan(costing, steps, asynchronous=asynchronous)
-        found = [best for kind in kinds if (best := plan.best_of_kind(kind)) is not None]
-        return min(found, key=lambda outcome: outcome.step_s, default=None)
+        return next(iter(eligible_outcomes(plan, asynchronous)), None)
     return None
