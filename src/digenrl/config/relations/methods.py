@@ -61,11 +61,15 @@ def _start_reference(get: View) -> Iterator[str]:
         )
 
 
+def _noises_finished_samples(get: View) -> bool:
+    """Return whether training noises finished samples, and never sees how they were drawn."""
+    return str(get("algorithm.train_steps._target_")).endswith(".NoiseLevels")
+
+
 def _sampling_adapter(get: View) -> Iterator[str]:
     if (path := get("sampling.lora")) is None:
         return
-    levels = str(get("algorithm.train_steps._target_"))
-    if not levels.endswith(".NoiseLevels"):
+    if not _noises_finished_samples(get):
         yield (
             f"sampling.lora = {path} with algorithm._target_ = {get('algorithm._target_')}: its "
             "loss compares the transitions that the sampler made with those of the network that is "
@@ -94,8 +98,8 @@ def _sample_files(get: View) -> Iterator[str]:
                 "and the model's own samples would teach it nothing; set data.samples=files."
             )
         return
-    levels = str(get("algorithm.train_steps._target_"))
-    if not levels.endswith(".NoiseLevels"):
+    if not _noises_finished_samples(get):
+        levels = get("algorithm.train_steps._target_")
         yield (
             f"algorithm.train_steps = {levels} with data.samples = files: a file has no denoising "
             "steps to train; use algorithm=sft, offline_dpo, nft or dpo."
@@ -181,7 +185,8 @@ def _teacher_runs(get: View) -> Iterator[str]:
         # `not >` refuses NaN too.
         if not weight > 0:
             yield f"{key}.weight = {weight}: must be above 0; leave the teacher out instead."
-    if (levels := str(get("algorithm.train_steps._target_"))).endswith(".NoiseLevels"):
+    if _noises_finished_samples(get):
+        levels = get("algorithm.train_steps._target_")
         yield (
             f"algorithm.train_steps = {levels} with {target}: it compares transitions, and an ODE "
             "keeps none; use algorithm/train_steps=all_but_last."
