@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 
 from digenrl.extensions.planner.workload import counted_models
 from digenrl.rewards.published import WEIGHTS
@@ -130,13 +131,6 @@ def _trained_by(model: str) -> str:
     return f"experiment={plain[0] if plain else f'{model}_flowgrpo'}"
 
 
-def _merged(below: Any, above: Any) -> Any:
-    """Return what Hydra makes of an option's value above an inherited one."""
-    if isinstance(below, dict) and isinstance(above, dict):
-        return {key: _merged(below.get(key), above.get(key)) for key in (*below, *above)}
-    return below if above is None else above
-
-
 def _rewards() -> Iterator[str]:
     for option, head, node in _options("reward"):
         parts = [*(node.get("rewards") or {}).values(), *(node.get("heldout") or {}).values()]
@@ -167,8 +161,7 @@ def _options(group: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
         ):
             inherited = path.with_name(f"{parent}.yaml")
             below = yaml.safe_load(inherited.read_text()) if inherited.exists() else {}
-            together = {key: _merged(below.get(key), node.get(key)) for key in (*below, *node)}
-            node = together
+            node = OmegaConf.to_container(OmegaConf.merge(below, node))
         yield path.stem, head.replace("|", "\\|"), node
 
 
