@@ -151,9 +151,9 @@ class Evaluation(pl.Callback):
     """Callback that samples fixed prompts with fixed noise at the start, every `every` RL steps and
     after the last step.
 
-    Sampling is the plain ODE (`RolloutEngine.evaluate`). The noise depends on (seed, prompt,
-    sample) only and uses no random generator of the run, so evaluating more or less often changes
-    no weight.
+    Sampling is the plain ODE (`RolloutEngine.evaluate_prompts`). The noise depends on (seed,
+    prompt, sample) only and uses no random generator of the run, so evaluating more or less often
+    changes no weight.
 
     With `allocation.evaluation=rollouts`, rollouts draw and score the prompts while trainers go on.
     Trainers wait for the last prompt before their next update. Otherwise prompts are spread over
@@ -372,7 +372,7 @@ class Evaluation(pl.Callback):
         noise: bool = False,
     ) -> Pictures:
         """Sample rank `rank`'s share of the prompts. `before_step` and `noise` are as in
-        `FixedSamples.draw`."""
+        `FixedSamples.draw_pieces`."""
         pieces = len(self.drawn.pieces)
         share = -(-pieces // ranks)
         # A rank without a piece of its own repeats one: sharded weights need the same forwards

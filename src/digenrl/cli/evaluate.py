@@ -131,17 +131,17 @@ def evaluate_run(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, 
 def _draw_and_tell(name: str, drawn: Any, engine: Any) -> Any:
     """Return the `Pictures` of all of an evaluation's `FixedSamples`, and say every few seconds how
     many prompts are drawn."""
-    from digenrl.rollout.evaluation import NOISY_PIECES, join_pictures
+    told = -math.inf
 
-    parts, told = [], -math.inf
-    for number in range(len(drawn.pieces)):
+    def tell(number: int) -> None:
+        nonlocal told
         if time.monotonic() - told > _TELL_S:
             done = sum(map(len, drawn.pieces[:number]))
             print(f"eval: {name}: {done} of {len(drawn.prompts)} prompts", file=sys.stderr)
             told = time.monotonic()
-        noise = name == "base" and number < NOISY_PIECES
-        parts.append(drawn.draw_pieces(engine, [number], noise=noise))
-    return join_pictures(parts)
+
+    pieces = range(len(drawn.pieces))
+    return drawn.draw_pieces(engine, pieces, noise=name == "base", before_piece=tell)
 
 
 def save_before_after(path: Path, before: Any, after: Any, rl_step: int) -> None:

@@ -66,11 +66,13 @@ class FixedSamples:
         numbers: Sequence[int],
         before_step: Callable[[], None] = lambda: None,
         noise: bool = False,
+        before_piece: Callable[[int], None] = lambda number: None,
     ) -> Pictures:
         """Return the pieces `numbers`, by the weights that `engine` has.
 
         Args:
-            before_step: as in `RolloutEngine.evaluate`.
+            before_step: as in `RolloutEngine.evaluate_prompts`.
+            before_piece: called with the number of each piece before it is drawn.
             noise: beside each of the first `NOISY_PIECES` of `numbers`, a sample is drawn as
                 rollouts draw it. The evaluation's own first pieces alone keep it
                 (`Pictures.noisy`), so that it does not matter who draws which; the others draw it
@@ -78,6 +80,7 @@ class FixedSamples:
         """
         parts, compared = [], self.kl_samples if engine.policy.adapter.has_reference else 0
         for place, number in enumerate(numbers):
+            before_piece(number)
             asked = self.pieces[number], self.per_prompt, self.seed, self.steps
             made = engine.evaluate_prompts(
                 *asked, before_step, compared, noise and place < NOISY_PIECES
