@@ -204,6 +204,16 @@ def check_gpus(
                 _compare_gpu(rank, pool, devices[0 if len(devices) == 1 else local_rank])
 
 
+def check_own_gpus(settings: Settings, ranks: int) -> None:
+    """Refuse a run that starts all its ranks on this machine, rank r on GPU r.
+
+    Raises:
+        ValueError: as `check_gpus`.
+    """
+    if not settings.hardware.emulate:
+        check_gpus(settings, {rank: rank for rank in range(ranks)}, ranks, usable_gpus())
+
+
 def _compare_gpu(rank: int, pool: Pool, device: Device) -> None:
     wanted, given = _model_in_name(pool.gpu), _model_in_name(device.name)
     if wanted and given and wanted != given:

@@ -224,14 +224,8 @@ class ThisMachine:
         return most_ranks(self._composed)
 
     def check_devices(self) -> None:
-        count = sum(begins_with(self._composed.settings))
-        if not self._composed.settings.hardware.emulate:
-            devices.check_gpus(
-                self._composed.settings,
-                {rank: rank for rank in range(count)},
-                count,
-                devices.usable_gpus(),
-            )
+        settings = self._composed.settings
+        devices.check_own_gpus(settings, sum(begins_with(settings)))
 
     def rank_main(self, fit: RankMain) -> RankMain:
         return fit

@@ -44,7 +44,9 @@ def find_needs(composed: Composed, advisor: Advisor, local: bool = True) -> Iter
     real_places = local and settings.launch == "local" and not settings.hardware.emulate
     if real_places:
         yield from _needs_of_check(
-            "GPUs", partial(_check_gpus, settings), "the ranks have what they ask for"
+            "GPUs",
+            lambda: devices.check_own_gpus(settings, sum(allocated_ranks(settings))),
+            "the ranks have what they ask for",
         )
     yield from _needs_of_check("memory", lambda: settle_run(composed, advisor), "every rank fits")
     if settings.hardware.emulate:
@@ -86,13 +88,6 @@ def _explains_failure(found: Sequence[Need], first: Exception) -> bool:
     cause = str(first)
     return any(need.text in cause or cause in need.text for need in found) or (
         "is not on this machine" in cause and any(need.subject == "model" for need in found)
-    )
-
-
-def _check_gpus(settings: Settings) -> None:
-    ranks = sum(allocated_ranks(settings))
-    devices.check_gpus(
-        settings, {rank: rank for rank in range(ranks)}, ranks, devices.usable_gpus()
     )
 
 
