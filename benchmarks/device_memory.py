@@ -25,7 +25,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -396,8 +396,29 @@ def main() -> None:
         share = plan / held
         shown = f"{share:.2f}" if AIM[0] <= share <= AIM[1] else f"**{share:.2f}**"
         print(f"| {name} | {plan / MIB:.2f} | {held / MIB:.2f} | {shown} |")
+    print()
+    for line in summary(rows):
+        print(line)
     within = [AIM[0] <= plan / held <= AIM[1] for _, plan, held in rows]
     print(f"\n{sum(within)} of {len(rows)} within")
+
+
+def summary(rows: Sequence[tuple[str, float, int]]) -> Iterator[str]:
+    """Return the lines of a table with a row for each model: how many rows it has, the most bytes
+    held, and the least, the lower median and the largest plan over held."""
+    yield "| model | rows | most held, MiB | plan / held: least | median | largest |"
+    yield "|---|---|---|---|---|---|"
+    models: dict[str, list[tuple[float, int]]] = {}
+    for name, plan, held in rows:
+        model, role, *_ = name.split(" | ")
+        model += " decoder" * (role == DECODER)
+        models.setdefault(model, []).append((plan, held))
+    for model, found in models.items():
+        shares = sorted(plan / held for plan, held in found)
+        three = (shares[0], shares[(len(shares) - 1) // 2], shares[-1])
+        most = max(held for _, held in found) / MIB
+        cells = " | ".join(f"{share:.2f}" for share in three)
+        yield f"| {model} | {len(found)} | {most:.2f} | {cells} |"
 
 
 def aside(function: Callable[..., Any], *args: Any) -> Any:
