@@ -36,7 +36,7 @@ import torch
 from torch import nn
 
 from benchmarks import _families, count_facts
-from benchmarks._shared import RESULTS, options
+from benchmarks._shared import RESULTS, options, spread_of
 from digenrl import config as configuration
 from digenrl import run
 from digenrl.cluster.world import World
@@ -406,19 +406,17 @@ def main() -> None:
 def summary(rows: Sequence[tuple[str, float, int]]) -> Iterator[str]:
     """Return the lines of a table with a row for each model: how many rows it has, the most bytes
     held, and the least, the lower median and the largest plan over held."""
-    yield "| model | rows | most held, MiB | plan / held: least | median | largest |"
-    yield "|---|---|---|---|---|---|"
+    yield "| model | rows | most held, MiB | plan / held: least, median, largest |"
+    yield "|---|---|---|---|"
     models: dict[str, list[tuple[float, int]]] = {}
     for name, plan, held in rows:
         model, role, *_ = name.split(" | ")
         model += " decoder" * (role == DECODER)
         models.setdefault(model, []).append((plan, held))
     for model, found in models.items():
-        shares = sorted(plan / held for plan, held in found)
-        three = (shares[0], shares[(len(shares) - 1) // 2], shares[-1])
         most = max(held for _, held in found) / MIB
-        cells = " | ".join(f"{share:.2f}" for share in three)
-        yield f"| {model} | {len(found)} | {most:.2f} | {cells} |"
+        shares = spread_of((plan / held for plan, held in found), digits=2)
+        yield f"| {model} | {len(found)} | {most:.2f} | {shares} |"
 
 
 def aside(function: Callable[..., Any], *args: Any) -> Any:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks._shared import RESULTS, Report, options
+from benchmarks._shared import RESULTS, Report, options, spread_of
 from digenrl import config as configuration
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
@@ -307,15 +307,6 @@ def spread(report: Report, cells: list[Cell]) -> None:
         cases = sum(name in cell.rows for cell in cells)
         cells_of = [spread_of(values) for values in shares] + [spread_of(ratios, digits=2)]
         report.row(name, f"{len(found)} of {cases}", *cells_of)
-
-
-def spread_of(values: list[float], digits: int = 3) -> str:
-    """The least, the lower median and the largest value."""
-    ordered = sorted(values)
-    if not ordered:
-        return "-"
-    three = (ordered[0], ordered[(len(ordered) - 1) // 2], ordered[-1])
-    return ", ".join(f"{value:.{digits}f}" for value in three)
 
 
 def plot(cells: list[Cell], path: Path) -> None:
