@@ -79,7 +79,8 @@ DIFFERENCES = """
 ## What differs from the source
 
 *Taken* counts the values that are the source's, of those that were compared. A difference that several experiments share has a
-number and is told once, below; an experiment's own follow after it.
+number and is told once, below; an experiment's own follow after it. No published set of prompts is shipped: `data.prompts`
+differs everywhere.
 """
 
 
