@@ -184,12 +184,13 @@ def differences() -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for number, told in enumerate(shared, 1):
         yield f"| {number} | {' | '.join(told)} |"
-    yield "\n| experiment | key | ours | published | why |"
-    yield "|---|---|---|---|---|"
     for experiment in dict.fromkeys(row["experiment"] for row in sourced):
-        for told, names in differing.items():
-            if names == [experiment]:
-                yield f"| `{experiment}` | {' | '.join(told)} |"
+        own = [told for told, names in differing.items() if names == [experiment]]
+        if own:
+            yield f"\n`{experiment}`:\n"
+        for key, ours, theirs, reason in own:
+            name = key if key.startswith("(") else f"`{key}`"
+            yield f"- {name}: {ours}, published {theirs}. Why: {reason}"
 
 
 @pytest.mark.heavy
