@@ -408,6 +408,7 @@ def main(words: Sequence[str]) -> int:
         "",
     ]
     lines += [*table(own["study"], rows), ""]
+    lines += [f"![The study's picture](learning_{own['study']}.png)", ""]
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"learning_{own['study']}.md").write_text("\n".join(lines))
     plot(own["study"], rows, RESULTS / f"learning_{own['study']}.png")

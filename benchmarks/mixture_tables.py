@@ -166,6 +166,7 @@ def frontier(
             "prompts that it trains "
             f"on, over {len(on_policy)} runs with a KL of 0.1 to 1.5 ({WANTED_SHARE} wanted).",
         )
+    report.say("![Share of the best reward against KL](mixture_frontier.png)")
     report.write(RESULTS / "mixture_frontier.md")
     draw_frontier(rows, best_of)
     print_values(report, rows)
@@ -324,6 +325,7 @@ def staleness(rows: Sequence[Row], wanted: int) -> None:
         "score against its "
         "own on-policy run (upper end of the 95 % interval).",
     )
+    report.say("![Score lost by staleness](mixture_stale.png)")
     report.write(RESULTS / "mixture_stale.md")
     draw_losses(losses)
 
@@ -386,6 +388,7 @@ def bases(rows: Sequence[Row], wanted: int) -> None:
         "matched KL of trajectories. The KL of points is left out: between modes that lie apart the "
         "base's Euler steps stretch space too much to be inverted."
     )
+    report.say("![Gain against KL](mixture_bases.png)")
     report.write(RESULTS / "mixture_bases.md")
     draw_bases(rows)
     print_values(report, rows)

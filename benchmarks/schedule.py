@@ -414,11 +414,13 @@ def main() -> int:
             summary(report, cell)
     judge(report, cells)
     spread(report, cells)
+    picture = RESULTS / f"schedule-{datetime.date.today().isoformat()}.png"
+    report.say(f"![Share of the bound by schedule]({picture.name})")
     code = report.close(given)
     for cell in cells:  # printed, not kept
         detail(report, cell)
     if given["quick"] != "true":
-        plot(cells, RESULTS / f"schedule-{datetime.date.today().isoformat()}.png")
+        plot(cells, picture)
     return code
 
 
