@@ -292,6 +292,7 @@ def staleness(rows: Sequence[Row], wanted: int) -> None:
     )
     report = begun("One version of staleness on the tilted mixture", rows, wanted, columns)
     met, losses = True, dict[tuple[str, str], list[float]]()
+    same = dict[tuple[str, tuple[str, ...]], list[str]]()
     for study, said in RATES.items():
         for name in names(of(rows, study=study)):
             fresh = {row["seed"]: row for row in of(rows, study=study, name=name, stale=False)}
@@ -305,9 +306,7 @@ def staleness(rows: Sequence[Row], wanted: int) -> None:
             mean, half = mean_and_half_width(loss)
             small, corrected = mean + half <= WANTED_LOSS, name != "uncorrected"
             met = met and (small or not corrected or study != "stale")
-            report.row(
-                said,
-                name,
+            cells = (
                 shown([row["score"] for row in fresh.values()]),
                 shown([row["score"] for row in stale.values()]),
                 f"{mean:+.4f}",
@@ -317,6 +316,9 @@ def staleness(rows: Sequence[Row], wanted: int) -> None:
                     for key in ("kl", "clip_fraction")
                 ),
             )
+            same.setdefault((said, cells), []).append(name)
+    for (said, cells), members in same.items():
+        report.row(said, ", ".join(members), *cells)
     for study, said in RATES.items():
         report.say(f"At {said}: {alike(rows, study)}")
     report.verdict(
