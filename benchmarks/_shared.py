@@ -57,6 +57,20 @@ def require_known(given: Mapping[str, str], key: str, names: Iterable[str]) -> N
         raise SystemExit(f"{key}={','.join(unknown)}: unknown; known: {', '.join(names)}.")
 
 
+def spread_of(values: Iterable[float], digits: int = 3) -> str:
+    """The least, the lower median and the largest value, or a dash where there is none.
+
+    Example:
+        >>> spread_of([0.3, 0.1, 0.2, 0.7], digits=1)
+        '0.1, 0.2, 0.7'
+    """
+    ordered = sorted(values)
+    if not ordered:
+        return "-"
+    three = (ordered[0], ordered[(len(ordered) - 1) // 2], ordered[-1])
+    return ", ".join(f"{value:.{digits}f}" for value in three)
+
+
 class Report:
     """A table that is printed row by row, and kept with its date and machine under
     benchmarks/results/."""

@@ -25,7 +25,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ import torch
 from torch import nn
 
 from benchmarks import _families, count_facts
-from benchmarks._shared import RESULTS, options
+from benchmarks._shared import RESULTS, options, spread_of
 from digenrl import config as configuration
 from digenrl import run
 from digenrl.cluster.world import World
@@ -396,8 +396,27 @@ def main() -> None:
         share = plan / held
         shown = f"{share:.2f}" if AIM[0] <= share <= AIM[1] else f"**{share:.2f}**"
         print(f"| {name} | {plan / MIB:.2f} | {held / MIB:.2f} | {shown} |")
+    print()
+    for line in summary(rows):
+        print(line)
     within = [AIM[0] <= plan / held <= AIM[1] for _, plan, held in rows]
     print(f"\n{sum(within)} of {len(rows)} within")
+
+
+def summary(rows: Sequence[tuple[str, float, int]]) -> Iterator[str]:
+    """Return the lines of a table with a row for each model: how many rows it has, the most bytes
+    held, and the least, the lower median and the largest plan over held."""
+    yield "| model | rows | most held, MiB | plan / held: least, median, largest |"
+    yield "|---|---|---|---|"
+    models: dict[str, list[tuple[float, int]]] = {}
+    for name, plan, held in rows:
+        model, role, *_ = name.split(" | ")
+        model += " decoder" * (role == DECODER)
+        models.setdefault(model, []).append((plan, held))
+    for model, found in models.items():
+        most = max(held for _, held in found) / MIB
+        shares = spread_of((plan / held for plan, held in found), digits=2)
+        yield f"| {model} | {len(found)} | {most:.2f} | {shares} |"
 
 
 def aside(function: Callable[..., Any], *args: Any) -> Any:

@@ -426,10 +426,15 @@ def lines_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
                 f"{error:+.1f}% | "
                 f"{row['bound_s'] / row['measured_s']:.3f} | {ratio} | {row['cores_busy']:.2f} |"
             )
-        predicted = sorted(own, key=lambda row: row["predicted_s"] / row["time_scale"])
-        measured = sorted(own, key=lambda row: row["measured_s"] / row["time_scale"])
-        yield f"\nFastest first, measured: {', '.join(row['schedule'] for row in measured)}."
-        yield f"Fastest first, predicted: {', '.join(row['schedule'] for row in predicted)}."
+        orders = [
+            [row["schedule"] for row in sorted(own, key=lambda row: row[key] / row["time_scale"])]
+            for key in ("measured_s", "predicted_s")
+        ]
+        if orders[0] == orders[1]:
+            yield f"\nThe predicted order of the {len(own)} is the measured one."
+        else:
+            yield f"\nFastest first, measured: {', '.join(orders[0])}."
+            yield f"Fastest first, predicted: {', '.join(orders[1])}."
 
 
 def keep(rows: Sequence[dict[str, Any]]) -> None:

@@ -564,15 +564,22 @@ def main(words: list[str]) -> int:
         ("recipe" + " " * 18, "rows twice", "tiny: forward", "RL step", "real: forward", "RL step"),
     )
     found: dict[bool, list[tuple[float, str]]] = {True: [], False: []}
+    alike: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         each, real = ratio(name), None
         with contextlib.suppress(NotImplementedError):  # Wan2.2 chooses its expert by values
             real = at_real_width(each) if each.sized else None
-        cells = (each.forward, each.whole, *((real[1], real[0]) if real else ()))
-        report.row(
-            name, each.repeated, *(f"{cell:.3f}" for cell in cells), *["-"] * (4 - len(cells))
+        shares = (each.forward, each.whole, *((real[1], real[0]) if real else ()))
+        cells = (
+            str(each.repeated),
+            *(f"{share:.3f}" for share in shares),
+            *["-"] * (4 - len(shares)),
         )
+        alike.setdefault(cells, []).append(name)
+        print(f"{name}: {' '.join(cells)}", flush=True)
         found[each.sized].append((real[0] if real else each.whole, name))
+    for cells, members in alike.items():
+        report.row(", ".join(members), *cells)
     if given["peer"]:
         beside(report, Path(given["peer"]).resolve(), names)
     if found[True]:

@@ -20,6 +20,8 @@ BAR = "flowgrpo"
 FEWEST = 4
 RATES = {"stale": "2e-3", "stale_fast": "1e-2"}
 """Study -> learning rate."""
+LEAST_KL = 0.02
+"""Below it a share is mostly noise and not shown."""
 WANTED_SHARE, WANTED_LOSS = 0.9, 0.02
 """Of the optimum's reward at matched KL, on-policy; of the score, by one version of staleness
 (upper end of 95 %)."""
@@ -73,14 +75,11 @@ def begun(title: str, rows: Sequence[Row], wanted: int, columns: Sequence[str]) 
     noise = statistics.median(row["evaluation_sd"] for row in rows)
     notes = (
         f"{len(rows)} of {wanted} runs of {rows[0]['steps']} RL steps, {hours:.2f} CPU hours, "
-        "seeds "
-        f"{', '.join(map(str, sorted(names(rows, 'seed'))))}. What the columns mean is said in "
-        "benchmarks/mixture_study.py.\nIntervals are of 95 %, by Student's t over seeds. The "
-        "evaluation's own noise, a "
-        f"standard error of the score, is {noise:.4f} (median over runs;\n{len(settled)} of them "
-        "have a score within "
-        "+-2); it is the same noise for every run, so that it cancels in differences of similar "
-        "runs."
+        f"seeds {', '.join(map(str, sorted(names(rows, 'seed'))))}. The columns are explained in "
+        "benchmarks/mixture_study.py; the command\nprints every value of a knob. Intervals are of "
+        "95 %, by Student's t over seeds. The evaluation's standard error of the score is "
+        f"{noise:.4f}\n(median over runs; {len(settled)} of them have a score within +-2); its noise "
+        "is the same for every run and cancels in differences."
     )
     return Report(title, notes, columns)
 
@@ -102,21 +101,16 @@ def measures(rows: Sequence[Row]) -> list[str]:
     plain = [row["clip_fraction"] for row in rows if not math.isnan(row["clip_fraction"])]
     return [
         shown([row["kl"] for row in rows]),
-        shown([share(row) for row in rows]) if min(row["kl"] for row in rows) > 0.02 else "-",
+        shown([share(row) for row in rows]) if min(row["kl"] for row in rows) > LEAST_KL else "-",
         shown([row["to_optimum"] for row in rows]),
         shown([row["score"] for row in rows]),
         shown([row["points_kl"] for row in rows]),
         shown([share(row, "points_") for row in rows])
-        if min(row["kl"] for row in rows) > 0.02
+        if min(row["kl"] for row in rows) > LEAST_KL
         else "-",
         shown([row["diversity"] for row in rows], 2),
         shown(plain, 3) if plain else "-",
     ]
-
-
-def of_trajectories(cells: Sequence[str]) -> list[str]:
-    """Cells of `COLUMNS` without those of points."""
-    return [cell for cell, column in zip(cells, COLUMNS, strict=True) if "points" not in column]
 
 
 def frontier(
@@ -127,28 +121,25 @@ def frontier(
         "Algorithms on the tilted mixture",
         rows,
         wanted,
-        ("algorithm", "knob", "value", "runs", *COLUMNS),
+        (
+            "algorithm",
+            "knob",
+            "KL",
+            "share",
+            "best score",
+            f"share at {MATCHED['kl']:g}",
+            "difference",
+            f"of points at {MATCHED['points_kl']:g}",
+            "difference",
+            "verdict",
+        ),
     )
+    reference = {measure: matched(of(rows, name=BAR), measure) for measure in ("", "points_")}
     for name in names(rows):
-        for value in names(of(rows, name=name), "value"):
-            runs = of(rows, name=name, value=value)
-            report.row(
-                name,
-                runs[0]["knob"].removeprefix("algorithm."),
-                f"{value:g}",
-                len(runs),
-                *measures(runs),
-            )
+        runs = of(rows, name=name)
+        report.row(name, *ranges(runs), *against(runs, reference))
     for count, kl, gain, best in best_of:
-        report.row(
-            f"best of {count}",
-            "at sampling",
-            "-",
-            "-",
-            f"{kl:.3f}",
-            f"{gain / best:.3f}",
-            *["-"] * 6,
-        )
+        report.row(f"best of {count}", "at sampling", f"{kl:.3f}", f"{gain / best:.3f}", *["-"] * 6)
     if chance := of(rows, reward="random"):
         mean, half = mean_and_half_width(by_seed(chance, lambda row: row["gain"]))
         said = "cannot be told from none" if abs(mean) <= half else "is not none"
@@ -157,47 +148,10 @@ def frontier(
             f"{len(names(chance, 'seed'))} seeds."
         )
     report.say(
-        f"At matched KL ({MATCHED['kl']:g} of trajectories, {MATCHED['points_kl']:g} of points), "
-        "seed by seed between "
-        f"the runs of a frontier; differences are against {BAR}, paired by seed."
+        "KL and share: between which the means over seeds lie, for the values of the knob. At matched "
+        f"KL ({MATCHED['kl']:g} of trajectories, {MATCHED['points_kl']:g} of points), seed by seed "
+        f"between the runs of a frontier; differences are against {BAR}, paired by seed."
     )
-    report.table(
-        (
-            "algorithm",
-            "best score",
-            "share",
-            "difference",
-            "share of points",
-            "difference",
-            "verdict",
-        )
-    )
-    reference = {measure: matched(of(rows, name=BAR), measure) for measure in ("", "points_")}
-    for name in names([row for row in rows if row["reward"] == "coordinate"]):
-        runs = of(rows, name=name, reward="coordinate")
-        cells, verdicts = list[str](), list[str]()
-        for measure, said in (("", "trajectories"), ("points_", "points")):
-            found = matched(runs, measure)
-            gaps = [
-                found[seed] - reference[measure][seed]
-                for seed in found
-                if seed in reference[measure]
-            ]
-            cells += [
-                shown(list(found.values())) if found else "not reached",
-                shown(gaps) if gaps else "-",
-            ]
-            mean, half = mean_and_half_width(gaps) if gaps else (math.nan, math.nan)
-            if name != BAR:
-                told = "lower" if mean < -half else "higher" if mean > half else "equal"
-                verdicts.append(
-                    f"{said}: {told if len(gaps) >= FEWEST else f'{len(gaps)} seeds are too few'}"
-                )
-        (best, _), at = max(
-            (mean_and_half_width([row["score"] for row in of(runs, value=value)]), value)
-            for value in names(runs, "value")
-        )
-        report.row(name, f"{best:.3f} at {at:g}", *cells, "; ".join(verdicts) or "-")
     report.say(
         "`equal`: the interval of the difference holds 0; such algorithms cannot be told apart "
         "here. Intervals are not "
@@ -212,8 +166,65 @@ def frontier(
             "prompts that it trains "
             f"on, over {len(on_policy)} runs with a KL of 0.1 to 1.5 ({WANTED_SHARE} wanted).",
         )
+    report.say("![Share of the best reward against KL](mixture_frontier.png)")
     report.write(RESULTS / "mixture_frontier.md")
     draw_frontier(rows, best_of)
+    print_values(report, rows)
+
+
+def ranges(runs: Sequence[Row]) -> list[str]:
+    """The knob of one algorithm with its least and largest value, and between which means over
+    seeds the KL and the share lie."""
+    values = names(runs, "value")
+    each = [of(runs, value=value) for value in values]
+    knob = runs[0]["knob"].removeprefix("algorithm.")
+    told = min(row["kl"] for row in runs) > LEAST_KL
+    return [
+        f"{knob} {min(values):g} .. {max(values):g}",
+        between([statistics.fmean(row["kl"] for row in own) for own in each]),
+        between([statistics.fmean(map(share, own)) for own in each]) if told else "-",
+    ]
+
+
+def between(values: Sequence[float]) -> str:
+    """The least and the largest of the values."""
+    return f"{min(values):.3f} .. {max(values):.3f}"
+
+
+def against(runs: Sequence[Row], reference: dict[str, dict[int, float]]) -> list[str]:
+    """The best score of one algorithm, its shares at matched KL, their differences from `BAR`, and
+    the verdict; dashes for a random reward."""
+    if runs[0]["reward"] != "coordinate":
+        return ["-"] * 6
+    cells, verdicts = list[str](), list[str]()
+    for measure in ("", "points_"):
+        found = matched(runs, measure)
+        gaps = [
+            found[seed] - reference[measure][seed] for seed in found if seed in reference[measure]
+        ]
+        cells += [
+            shown(list(found.values())) if found else "not reached",
+            shown(gaps) if gaps else "-",
+        ]
+        mean, half = mean_and_half_width(gaps) if gaps else (math.nan, math.nan)
+        told = "lower" if mean < -half else "higher" if mean > half else "equal"
+        verdicts.append(told if len(gaps) >= FEWEST else f"{len(gaps)} seeds are too few")
+    (best, _), at = max(
+        (mean_and_half_width([row["score"] for row in of(runs, value=value)]), value)
+        for value in names(runs, "value")
+    )
+    verdict = "-" if runs[0]["name"] == BAR else "; points ".join(dict.fromkeys(verdicts))
+    return [f"{best:.3f} at {at:g}", *cells, verdict]
+
+
+def print_values(report: Report, rows: Sequence[Row]) -> None:
+    """Print, without keeping it, a row for each value of each algorithm's knob."""
+    report.table(("base", "algorithm", "value", "runs", *COLUMNS))
+    for base in names(rows, "base"):
+        for name in names(of(rows, base=base)):
+            for value in names(of(rows, base=base, name=name), "value"):
+                runs = of(rows, base=base, name=name, value=value)
+                report.row(base, name, f"{value:g}", len(runs), *measures(runs))
 
 
 def draw_frontier(rows: Sequence[Row], best_of: Sequence[tuple[int, float, float, float]]) -> None:
@@ -276,13 +287,12 @@ def staleness(rows: Sequence[Row], wanted: int) -> None:
         "score stale",
         "loss",
         "95 % interval",
-        "pairs",
         "KL",
         "clipped",
-        "verdict",
     )
     report = begun("One version of staleness on the tilted mixture", rows, wanted, columns)
     met, losses = True, dict[tuple[str, str], list[float]]()
+    same = dict[tuple[str, tuple[str, ...]], list[str]]()
     for study, said in RATES.items():
         for name in names(of(rows, study=study)):
             fresh = {row["seed"]: row for row in of(rows, study=study, name=name, stale=False)}
@@ -296,18 +306,19 @@ def staleness(rows: Sequence[Row], wanted: int) -> None:
             mean, half = mean_and_half_width(loss)
             small, corrected = mean + half <= WANTED_LOSS, name != "uncorrected"
             met = met and (small or not corrected or study != "stale")
-            report.row(
-                said,
-                name,
+            cells = (
                 shown([row["score"] for row in fresh.values()]),
                 shown([row["score"] for row in stale.values()]),
                 f"{mean:+.4f}",
                 f"{mean - half:+.4f} .. {mean + half:+.4f}",
-                len(pairs),
-                shown([row["kl"] for row in stale.values()]),
-                shown([row["clip_fraction"] for row in stale.values()]),
-                f"at most {WANTED_LOSS}" if small else f"not shown to be at most {WANTED_LOSS}",
+                *(
+                    f"{statistics.fmean(row[key] for row in stale.values()):.3f}"
+                    for key in ("kl", "clip_fraction")
+                ),
             )
+            same.setdefault((said, cells), []).append(name)
+    for (said, cells), members in same.items():
+        report.row(said, ", ".join(members), *cells)
     for study, said in RATES.items():
         report.say(f"At {said}: {alike(rows, study)}")
     report.verdict(
@@ -316,6 +327,7 @@ def staleness(rows: Sequence[Row], wanted: int) -> None:
         "score against its "
         "own on-policy run (upper end of the 95 % interval).",
     )
+    report.say("![Score lost by staleness](mixture_stale.png)")
     report.write(RESULTS / "mixture_stale.md")
     draw_losses(losses)
 
@@ -366,26 +378,22 @@ def draw_losses(losses: dict[tuple[str, str], list[float]]) -> None:
 
 def bases(rows: Sequence[Row], wanted: int) -> None:
     """Algorithms on other base models."""
-    columns = ("base", "algorithm", "value", "runs", *of_trajectories(COLUMNS))
+    columns = ("base", "algorithm", "knob", "KL", "share", f"share at {MATCHED['kl']:g}")
     report = begun("Other base models of the tilted mixture", rows, wanted, columns)
-    for base in names(rows, "base"):
-        for name in names(of(rows, base=base)):
-            for value in names(of(rows, base=base, name=name), "value"):
-                runs = of(rows, base=base, name=name, value=value)
-                report.row(base, name, f"{value:g}", len(runs), *of_trajectories(measures(runs)))
-    report.say(
-        "The KL of points is left out: between modes that lie apart the base's Euler steps stretch "
-        "space too much to "
-        f"be inverted. At matched KL ({MATCHED['kl']:g} of trajectories):"
-    )
-    report.table(("base", "algorithm", "share"))
     for base in names(rows, "base"):
         for name in names(of(rows, base=base)):
             runs = of(rows, base=base, name=name)
             found = list(matched(runs).values())
-            report.row(base, name, shown(found) if found else "not reached")
+            report.row(base, name, *ranges(runs), shown(found) if found else "not reached")
+    report.say(
+        "KL and share: between which the means over seeds lie, for the values of the knob; then at "
+        "matched KL of trajectories. The KL of points is left out: between modes that lie apart the "
+        "base's Euler steps stretch space too much to be inverted."
+    )
+    report.say("![Gain against KL](mixture_bases.png)")
     report.write(RESULTS / "mixture_bases.md")
     draw_bases(rows)
+    print_values(report, rows)
 
 
 def draw_bases(rows: Sequence[Row]) -> None:

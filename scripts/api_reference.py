@@ -15,7 +15,8 @@ _INTRODUCTION = """\
 
 Made from the docstrings by `make docs`. What stands first is in the package itself (`import digenrl`, which imports
 neither torch nor numpy); the rest is imported from the module named. [quickstart.md](quickstart.md) has an example that
-runs; the notebooks (`notebooks/`) have more.
+runs; the notebooks (`notebooks/`) have more. Methods that the engine alone calls, and no family overrides, are left
+out.
 """  # noqa: E501
 CONTENTS = {
     "digenrl": (
@@ -56,6 +57,19 @@ CONTENTS = {
     ),
 }
 """Heading -> (file, names in it), in the order of the page."""
+ENGINE_ONLY = {
+    "Adapter": (
+        "linear_sizes",
+        "start_from",
+        "refer_to_start",
+        "sample_with",
+        "load_trained_parameters",
+        "only_generate",
+        "generating_parameters",
+    ),
+    "DiffusersPolicy": ("attention_used", "keep_padding"),
+}
+"""Class -> methods that are left out: the engine alone calls them, and no family overrides them."""
 Documented = ast.FunctionDef | ast.ClassDef
 
 
@@ -89,6 +103,10 @@ def _entry(node: Documented, module: str | None) -> Iterator[str]:
         each.name: {ast.unparse(decorator) for decorator in each.decorator_list} for each in methods
     }
     wanted = [each for each in methods if "abstractmethod" in kinds[each.name]] or methods
+    own = ENGINE_ONLY.get(node.name, ())
+    if unknown := set(own) - set(kinds):
+        raise ValueError(f"ENGINE_ONLY: {node.name} has no {sorted(unknown)}.")
+    wanted = [each for each in wanted if each.name not in own]
     for method in (each for each in wanted if not each.name.startswith("_")):
         value = {"property", "cached_property"} & kinds[method.name]
         yield (

@@ -22,8 +22,17 @@ _INTRODUCTION = """\
 Made from `configs/model`, `configs/reward`, the counted sizes and the list of published weights by `make docs`. Every
 model of the hub has a tiny build of the same classes (`hardware=cpu_tiny`), which needs no download. Licences are those
 of the weights' publishers: read them on the page of the weights. `make plan EXP=... HW=...` says what fits where.
-To each line of the last column add `hardware=NAME` (`digenrl list hardware`); `hardware=cpu_tiny` tries it here.
+`digenrl train experiment=NAME hardware=NAME` trains an experiment; `hardware=cpu_tiny` tries it here. Networks without
+counted blocks are committed with the code. *Gated*: accept the licence on the hub first. The token of a judge or a
+service comes from an environment variable, never from a configuration.
 """  # noqa: E501
+_TOLD_ONCE = {
+    "Gated: accept the licence on the hub first.": "Gated.",
+    "Gated: accept the licence on the hub.": "Gated.",
+    " The token comes from the environment variable, never from here.": "",
+    " `hardware.build=tiny` takes a small random CLIP.": "",
+}
+"""Sentence of several YAML files -> what the page says in its place."""
 
 _HACKED = """
 ## How each is hacked
@@ -90,7 +99,7 @@ _PLEASED = (
 def page() -> str:
     """The whole document, in Markdown."""
     models = [
-        "| model | what it is | blocks x width | weights | download | train |",
+        "| model | what it is | blocks x width | GiB in 16 bit | download | experiment |",
         "|---|---|---|---|---|---|",
         *_models(),
     ]
@@ -113,14 +122,13 @@ def _models() -> Iterator[str]:
         facts, path = counted_models().get(option), node.get("path")
         known = facts.models[option] if facts else None
         shape = f"{known['blocks']} x {known['hidden']}" if known else "-"
-        gib = f"{known['parameters'] * 2 / 2**30:.1f} GiB in 16 bit" if known else "-"
-        command = f"`hf download {path}`" if path else "committed with the code"
-        train = f"`digenrl train {_trained_by(option)}`"
-        yield f"| `{option}` | {head} | {shape} | {gib} | {command} | {train} |"
+        gib = f"{known['parameters'] * 2 / 2**30:.1f}" if known else "-"
+        command = f"`hf download {path}`" if path else "-"
+        yield f"| `{option}` | {head} | {shape} | {gib} | {command} | `{_trained_by(option)}` |"
 
 
 def _trained_by(model: str) -> str:
-    """The words of `digenrl train` for a model: its first experiment, Flow-GRPO before others."""
+    """The first experiment of a model, Flow-GRPO before others."""
     chosen: dict[str, list[str]] = {}
     for path in sorted((ROOT / "configs/experiment").glob("[a-z]*.yaml")):
         text = path.read_text(encoding="utf-8")
@@ -128,7 +136,7 @@ def _trained_by(model: str) -> str:
             chosen.setdefault(found[1], []).append(path.stem)
     named = chosen.get(model, [])
     plain = [name for name in named if name.endswith("flowgrpo")] or named
-    return f"experiment={plain[0] if plain else f'{model}_flowgrpo'}"
+    return plain[0] if plain else f"{model}_flowgrpo"
 
 
 def _rewards() -> Iterator[str]:
@@ -142,7 +150,7 @@ def _rewards() -> Iterator[str]:
             asked = [key for key in ("path", "colours") if key in scorer and scorer[key] is None]
             if asked and not known:
                 sources.append(f"yours: {' and '.join(f'`scorer.{key}`' for key in asked)}")
-        yield f"| `{option}` | {head} | {', '.join(dict.fromkeys(sources)) or 'none to fetch'} |"
+        yield f"| `{option}` | {head} | {', '.join(dict.fromkeys(sources)) or '-'} |"
 
 
 def _options(group: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -153,6 +161,8 @@ def _options(group: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
         head = (
             " ".join(comment[0].replace("\n# ", " ").removeprefix("# ").split()) if comment else ""
         )
+        for sentence, short in _TOLD_ONCE.items():
+            head = head.replace(sentence, short)
         node = yaml.safe_load(text)
         for parent in (
             name

@@ -7,6 +7,7 @@ python -m tests.test_recipe_contract     writes docs/recipes.md from it
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -20,6 +21,9 @@ from tests.conftest import ROOT
 from tests.test_configs import published
 
 pytestmark = pytest.mark.heavy
+
+Cells = tuple[str, ...]
+"""Of one row of the page."""
 
 TABLE, PAGE = ROOT / "docs" / "recipes.csv", ROOT / "docs" / "recipes.md"
 LEVELS = (
@@ -65,8 +69,18 @@ or key, where the line is not known); a key in parentheses is no key of ours. `p
 literals of these lines from checkouts, and `tests/test_recipe_facts.py` compares recipes with them: values, advantages of
 drawn rewards, windows, updates, moving averages, coefficients of the SDE.
 """
-CURVES = """A published curve is one that others measured on real weights (`published` of the experiment). A run's end table says it
-beside the run's own, and its report draws it. *None known* is no judgement of the recipe.
+CURVES = """
+## Published curves
+
+What others measured on real weights (`published` of the experiment). A run's end table says it beside the run's own, and its
+report draws it. For the other experiments none is known, which is no judgement of them.
+"""
+DIFFERENCES = """
+## What differs from the source
+
+*Taken* counts the values that are the source's, of those that were compared. A difference that several experiments share has a
+number and is told once, below; an experiment's own follow after it. No published set of prompts is shipped: `data.prompts`
+differs everywhere.
 """
 
 
@@ -100,7 +114,7 @@ def at(experiment: str, key: str) -> Any:
 
 
 def curve(experiment: str) -> str:
-    """The published curves of an experiment, or that none is known."""
+    """The published curves of an experiment, or nothing."""
     told = []
     for entry in OmegaConf.to_container(published(experiment).published) or ():
         after = f" in {entry['steps']} RL steps" if entry["steps"] else ""
@@ -109,37 +123,74 @@ def curve(experiment: str) -> str:
             f"{entry['reward']} {entry['first']} -> {entry['last']}{after}: {entry['source']} "
             f"({entry['measured']})"
         )
-    return "; ".join(told) or "none known"
+    return "; ".join(told)
+
+
+def named(experiments: Iterable[str]) -> str:
+    """Names of experiments, as code."""
+    return ", ".join(f"`{name}`" for name in experiments)
+
+
+def gathered(pairs: Iterable[tuple[Cells, str]]) -> dict[Cells, list[str]]:
+    """What is the same for several experiments -> their names."""
+    found: dict[Cells, list[str]] = {}
+    for told, name in pairs:
+        found.setdefault(told, []).append(name)
+    return found
 
 
 def page() -> str:
     """docs/recipes.md."""
     text = [HEAD, "## How far each has been tried\n", f"Levels: {'; '.join(LEVELS)}.\n"]
+    text += ["| experiments | reached | see |", "|---|---|---|"]
+    evidence = gathered(
+        ((row["ours"], row["reason"]), row["experiment"])
+        for row in rows()
+        if row["key"] == EVIDENCE
+    )
+    text += [f"| {named(names)} | {' | '.join(told)} |" for told, names in evidence.items()]
     text.append(CURVES)
-    text += ["| experiment | reached | see | published curve |", "|---|---|---|---|"]
-    for row in rows():
-        if row["key"] == EVIDENCE:
-            told = curve(row["experiment"])
-            text.append(f"| `{row['experiment']}` | {row['ours']} | {row['reason']} | {told} |")
-    text += ["\n## What differs from the source\n"]
-    for experiment, group in groupby(
-        (row for row in rows() if row["repository"]), lambda row: row["experiment"]
-    ):
+    curves = {name: curve(name) for names in evidence.values() for name in names}
+    text += [f"- `{name}`: {told}" for name, told in curves.items() if told]
+    return "\n".join([*text, DIFFERENCES, *differences()])
+
+
+def differences() -> Iterator[str]:
+    """The lines of three tables: the sources, the differences that experiments share, and those of
+    one experiment."""
+    sourced = [row for row in rows() if row["repository"]]
+    differing = gathered(
+        (tuple(row[column] for column in ("key", "ours", "published", "reason")), row["experiment"])
+        for row in sourced
+        if not same(row)
+    )
+    shared = [told for told, names in differing.items() if len(names) > 1]
+    yield "| experiment | source | taken | shared differences |"
+    yield "|---|---|---|---|"
+    for experiment, group in groupby(sourced, lambda row: row["experiment"]):
         listed = list(group)
-        sources = sorted({f"{row['repository']} at {row['commit']}" for row in listed})
-        equal = sum(same(row) for row in listed)
-        text += [
-            f"### {experiment}\n",
-            f"{', '.join(sources)}. {equal} of {len(listed)} values are theirs.\n",
+        commits = gathered(
+            ((row["repository"],), row["commit"])
+            for row in sorted(listed, key=lambda row: (row["repository"], row["commit"]))
+        )
+        sources = [
+            f"{repository} at {', '.join(dict.fromkeys(found))}"
+            for (repository,), found in commits.items()
         ]
-        text += ["| key | ours | published | why |", "|---|---|---|---|"]
-        text += [
-            f"| {r['key']} | {r['ours']} | {r['published']} | {r['reason']} |"
-            for r in listed
-            if not same(r)
-        ]
-        text.append("")
-    return "\n".join(text)
+        taken = f"{sum(map(same, listed))} of {len(listed)}"
+        numbers = [str(shared.index(told) + 1) for told in shared if experiment in differing[told]]
+        yield f"| `{experiment}` | {', '.join(sources)} | {taken} | {', '.join(numbers)} |"
+    yield "\n| number | key | ours | published | why |"
+    yield "|---|---|---|---|---|"
+    for number, told in enumerate(shared, 1):
+        yield f"| {number} | {' | '.join(told)} |"
+    for experiment in dict.fromkeys(row["experiment"] for row in sourced):
+        own = [told for told, names in differing.items() if names == [experiment]]
+        if own:
+            yield f"\n`{experiment}`:\n"
+        for key, ours, theirs, reason in own:
+            name = key if key.startswith("(") else f"`{key}`"
+            yield f"- {name}: {ours}, published {theirs}. Why: {reason}"
 
 
 @pytest.mark.heavy
@@ -196,8 +247,10 @@ def test_published_curves_belong_to_their_experiment_alone() -> None:
 
 
 def test_the_page_shows_the_table() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m tests.test_recipe_contract`"
+    assert PAGE.read_text(encoding="utf-8") == page() + "\n", (
+        "run `python -m tests.test_recipe_contract`"
+    )
 
 
 if __name__ == "__main__":
-    Path(PAGE).write_text(page(), encoding="utf-8")
+    Path(PAGE).write_text(page() + "\n", encoding="utf-8")
