@@ -196,7 +196,7 @@ docs: $(STAMP)  ## Write the generated documents again, and build the site (outp
 	@$(PY) -m scripts.catalogue docs/models_and_rewards.md
 	@$(PY) -m scripts.api_reference docs/api.md
 	@$(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[docs]' >&2
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict  # --quiet would silence the warnings that stop it
 	@echo outputs/site/index.html
 
 notebooks: $(STAMP)  ## Execute the notebooks, and store the outputs of those that keep them

@@ -50,7 +50,6 @@ def test_it_builds_and_a_broken_link_stops_it(tmp_path: Path) -> None:
             "mkdocs",
             "build",
             "--strict",
-            "--quiet",
             "-f",
             str(document),
         ]
