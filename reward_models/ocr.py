@@ -30,13 +30,9 @@ from digenrl.rewards.protocol import rgb_bytes
 from digenrl.types import Prompt
 from reward_models.weights import files_digest
 
-try:
+with extras.named_in_errors("ocr", "the ocr reward"):
     import rapidocr
     from rapidfuzz.distance import Levenshtein
-except ImportError as error:
-    raise ImportError(
-        f"the ocr reward needs rapidocr and rapidfuzz: {extras.install_command('ocr')}"
-    ) from error
 
 LINE_HEIGHT = 64
 """A picture at most this high and at least twice as wide is one line of text: detection is

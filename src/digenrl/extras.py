@@ -3,8 +3,32 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+
+
+@contextmanager
+def named_in_errors(extra: str, user: str) -> Iterator[None]:
+    """Import optional packages inside this context, so that an absent one names its extra.
+
+    Example:
+        with named_in_errors("video", "writing videos"):
+            import imageio.v3 as imageio
+
+    Args:
+        user: what needs the packages, as the message begins.
+
+    Raises:
+        ImportError: one of them is not installed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(
+            f"{user} needs packages that are not installed: {install_command(extra)} ({error})"
+        ) from error
 
 
 def install_command(extra: str) -> str:

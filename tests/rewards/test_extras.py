@@ -14,6 +14,8 @@ from tests.conftest import ROOT
 WITHOUT = {
     "rapidfuzz": ("import reward_models.ocr", "ocr"),
     "starlette": ("import digenrl.rewards.service", "serve"),
+    "starlette.routing": ("import digenrl.extensions.votes.scorer", "serve"),
+    "uvicorn": ("import digenrl.rewards.vlm_server", "serve"),
     "imageio": (
         "from digenrl.extensions.bench.media_files import read_media as f, Path; f(Path('a.mp4'), "
         "1, 1)",
@@ -37,6 +39,18 @@ def test_the_error_names_the_extra(package):
     code = f"import sys; sys.modules['{package}'] = None; {statement}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert f"pip install -e '{ROOT}[{extra}]'" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.processes
+def test_a_run_whose_reward_lacks_a_package_is_refused_before_its_ranks_start() -> None:
+    """A page of votes that nobody can serve would be waited for without end."""
+    code = (
+        "import sys; sys.modules['starlette'] = None; from digenrl.cli.main import main; "
+        "sys.argv[1:] = ['check', 'experiment=scenes_flowgrpo', 'reward=votes']; sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0, done.stdout
+    assert f"pip install -e '{ROOT}[serve]'" in " ".join((done.stdout + done.stderr).split())
 
 
 def test_without_a_checkout_the_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

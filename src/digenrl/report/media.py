@@ -23,12 +23,8 @@ def encode_mp4(frames: NDArray[np.uint8], fps: int = FRAMES_PER_SECOND) -> bytes
     Raises:
         ImportError: imageio is not installed.
     """
-    try:
+    with extras.named_in_errors("video", "writing videos"):
         import imageio.v3 as imageio
-    except ImportError as error:
-        raise ImportError(
-            f"writing videos needs imageio: {extras.install_command('video')}"
-        ) from error
     # yuv420p, which every player shows, needs even sides: the last row or column is repeated where
     # one is odd.
     odd = ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0))

@@ -37,7 +37,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from starlette.types import ASGIApp, Receive, Scope, Send
 from torch import Tensor
 
 from digenrl import extras
@@ -52,17 +51,14 @@ from digenrl.rewards.protocol import (
     identity_of,
 )
 
-try:
+with extras.named_in_errors("serve", "a reward service"):
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
+    from starlette.types import ASGIApp, Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import H11Protocol
-except ImportError as error:
-    raise ImportError(
-        f"a reward service needs starlette and uvicorn: {extras.install_command('serve')}"
-    ) from error
 
 log = logging.getLogger(__name__)
 _HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[\w.-]+))(?::\d{0,5})?")

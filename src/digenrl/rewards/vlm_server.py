@@ -24,17 +24,20 @@ from typing import Any
 
 import torch
 from PIL.Image import Image
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from digenrl import extras
 from digenrl.images import FORMATS
 from digenrl.images.reader import read_picture
 from digenrl.model_folder import require_data
 from digenrl.rewards.protocol import resolve_device
 from digenrl.rewards.service import Gate, ServiceLimits, server_of
+
+with extras.named_in_errors("serve", "a server of a vision-language model"):
+    from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
 
 _MOST_BYTES, _MOST_TOKENS = 64 << 20, 512
 _MOST_PIXELS, _BODY_S = 1 << 26, 30.0

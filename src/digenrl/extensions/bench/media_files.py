@@ -99,12 +99,8 @@ def _read_animation(path: Path, max_frames: int, max_pixels: int) -> np.ndarray:
 def _read_video(path: Path, max_frames: int, max_pixels: int) -> np.ndarray:
     if path.suffix.lower() == ".gif":
         return _read_animation(path, max_frames, max_pixels)
-    try:
+    with extras.named_in_errors("video", "reading videos"):
         import imageio.v3 as imageio
-    except ImportError as error:
-        raise ImportError(
-            f"reading videos needs imageio: {extras.install_command('video')}"
-        ) from error
     frames: list[np.ndarray] = []
     own = ["-f", _DEMUXERS[path.suffix.lower()], "-protocol_whitelist", "file"]
     opened: Any = imageio.imopen(path, "r", plugin="FFMPEG")  # type: ignore[call-overload]

@@ -24,13 +24,16 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from pydantic import ValidationError
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
 
+from digenrl import extras
 from digenrl.extensions.votes.ballots import Ballots, Vote, Waiting, waiting_groups
 from digenrl.rewards.service import Gate, Guard, Refused, Server, ServiceLimits, server_of
+
+with extras.named_in_errors("serve", "the page of votes"):
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import HTMLResponse, JSONResponse, Response
+    from starlette.routing import Route
 
 _LIMITS = ServiceLimits(max_body_bytes=4096, body_s=10.0)
 VOTER = re.compile(r"[0-9a-f]{8,32}")

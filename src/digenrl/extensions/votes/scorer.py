@@ -36,6 +36,7 @@ from digenrl.extensions.votes.ballots import (
     votes_wanted,
 )
 from digenrl.extensions.votes.bradley_terry import fit_scores
+from digenrl.extensions.votes.page import VotePage
 from digenrl.record.run_dir import own_folder
 from digenrl.report.media import encode_mp4, to_uint8
 from digenrl.rewards.protocol import RewardError, RewardUnavailable, source_images
@@ -182,8 +183,6 @@ def _open_listener(port: int) -> socket.socket:
 
 def _host_page(folder: Path, port: int, closed: threading.Event) -> None:
     """Serve the page as soon as no other rank does, until `closed`."""
-    from digenrl.extensions.votes.page import VotePage
-
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     lock = os.open(folder / ".lock", flags, 0o600)
     try:
