@@ -610,15 +610,13 @@ def forced(cells: Cells, experiment: str, hardware: str) -> str:
     for name in LADDER:
         run = found[f"published {name}"]
         if run is None:
-            rows.append((name, "-", "-", "-", "does not fit"))
+            rows.append((name, "-", "-", "does not fit"))
             continue
         change = "" if before is None else f"{before / run['seconds']:.2f}"
         best = number(divided(base, run["seconds"]))
-        rows.append((name, best, change, run["run"], run["why"]))
+        rows.append((name, best, change, run["why"]))
         before = run["seconds"]
-    return table(
-        ("forced", "over the scripts", "over the row above", "run", "largest losses"), iter(rows)
-    )
+    return table(("forced", "over the scripts", "over the row above", "largest losses"), iter(rows))
 
 
 def strong(cells: Cells, hardware: str) -> str:
