@@ -686,14 +686,21 @@ def plots(ratios: Sequence[Ratio], folder: Path) -> None:
 
 TEXT = """# The paper, figure by figure
 
-What the DigenRL paper reports ([citation](citation.md)), beside what the planner simulates: `make paper`, on two cores, without a GPU. **No
-figure here was measured by us.** Written {date}; **within 15 %: {inside} of {all}** published ratios, {fitted} of them *seen*: a figure of
+What the DigenRL paper reports, beside what the planner simulates: `make paper`, on two cores, without a GPU. **No figure here was measured
+by us.** Written {date}; **within 15 %: {inside} of {all}** published ratios, {fitted} of them *seen*: a figure of
 the cost model was chosen with them in view. Of the paper's own, none of which is seen, {own} of {owns} are within 15 %{wides}. The aim was
 70 %. Choosing the nearer network for each row would be fitting, and would give {either} of {all}.
 
-Sources. The abstract (arXiv:2606.24369) gives the four models, three testbeds and 1.56 to 2.10 times the speed of veRL-Omni and GenRL.
-All other figures of the paper are as a public, machine-written summary of its first version reports them; it may hold slips. What others
-measured is named with its repository.
+The mechanisms (disaggregation, GAP, TSP, TAG, one-step asynchrony) and the testbeds A, B and C of digenrl follow the paper; shares by speed,
+cells that are left out, the prompt store and ranks that come and go do not.
+
+> Sijie Wang, Zhengyu Qing, Zhiqiang Tan, Yiming Yin, Yeqing Zhang, Yaoyuan Wang, Qiang Wang, Xiaowen Chu, Shaohuai Shi:
+> *Accelerating Disaggregated RL for Visual Generative LLMs with Diffusion-Based Parallelism and Trainer-Assisted Generation*,
+> arXiv:2606.24369 v1, 23 June 2026. arXiv lists it as withdrawn by an author since v2 (24 June 2026). A public note of 1 October 2026 says
+> that a v3 was submitted on 22 September 2026; we have not seen it (looked up on 24 November 2026).
+
+The abstract gives the four models, three testbeds and 1.56 to 2.10 times the speed of veRL-Omni and GenRL. All other figures of the paper are
+as a public, machine-written summary of its first version reports them; it may hold slips. What others measured is named with its repository.
 
 ## What is assumed
 
