@@ -601,22 +601,6 @@ def judged(ratios: Sequence[Ratio], why: Mapping[Ratio, str], numbers: Mapping[s
     return table(head, rows)
 
 
-def forced(cells: Cells, experiment: str, hardware: str) -> str:
-    """Each mechanism forced: what it does to the row before it, and what that run waits for."""
-    found, rows = cells.get(experiment, hardware, *CORNERS[0], 2, 1), []
-    base, before = seconds(found, "scripts"), None
-    for name in LADDER:
-        run = found[f"published {name}"]
-        if run is None:
-            rows.append((name, "-", "-", "does not fit"))
-            continue
-        change = "" if before is None else f"{before / run['seconds']:.2f}"
-        best = number(divided(base, run["seconds"]))
-        rows.append((name, best, change, run["why"]))
-        before = run["seconds"]
-    return table(("forced", "over the scripts", "over the row above", "largest losses"), iter(rows))
-
-
 def strong(cells: Cells, hardware: str) -> str:
     """All mechanisms against our own best colocated run, and the other baselines."""
     rows = []
@@ -723,27 +707,13 @@ has no guidance, because with it generation would need 95 % of the peak.
 
 ## The ladders (Figs. 17 and 18)
 
-Speed over the colocated scripts, each row the best run with its mechanism available, off included.
+Speed over the colocated scripts, each row the best run with its mechanism available, off included. With fragments of one group alone GAP loses
+(HunyuanVideo 450 s, where the split takes 364 s): its eight samples do not fill sixteen trainers, and sharded trainers gather all weights
+for each micro-batch.
 
 ![Ladders, published and simulated](paper_ladders.svg)
 
 {ladders}
-
-## Each mechanism forced
-
-Here a row must use its mechanisms. Where it loses against the row above, the ladder leaves it off.
-
-HunyuanVideo:
-
-{forced_hunyuan}
-
-Wan2.1:
-
-{forced_wan}
-
-With fragments of one group alone GAP loses (HunyuanVideo 450 s, where the split takes 364 s): its eight samples do not fill sixteen trainers,
-and sharded trainers gather all weights for each micro-batch. A forced TAG lends where the search finds that a loan costs nothing; at a step's
-start trainers may make the first fragment themselves.
 
 ## Tables, and testbed A+C
 
@@ -829,8 +799,6 @@ def main(words: list[str]) -> int:
         else "",
         qwen="Qwen-Image: B and C; a rollout of 45 GiB does not fit on A",
         ladders="\n\n".join(f"{name}:\n\n{of(name)}" for name in FIGURES),
-        forced_hunyuan=forced(cells, HUNYUAN, given["hw"]),
-        forced_wan=forced(cells, WAN, given["hw"]),
         tables=of("Tables", "A+C"),
         elsewhere=of("Elsewhere"),
         causes="\n".join(f"{at}. {text[0].upper()}{text[1:]}" for text, at in numbers.items()),
