@@ -526,15 +526,15 @@ def elsewhere() -> list[Ratio]:
 # ---- the page
 
 CAUSES = {
-    "Fig. 17 +TAG": "HunyuanVideo's published 3.05 is a step of 188 s (ours 232), of which our 16 trainers train 158: they would have to be busy for 84 %, where a step that is not asynchronous waits for its first fragment. With trained cells in .75 of our seconds (`train=.75`) the row is 2.91 and +async 3.28, both within 5 %; why their training should be that fast, is not known.",
+    "Fig. 17 +TAG": "HunyuanVideo's published 3.05 is a step of 188 s (ours 232), of which our 16 trainers train 158: they would have to be busy for 84 %. With trained cells in .75 of our seconds (`train=.75`) the row is 2.91 and +async 3.28, both within 5 %; why their training should be that fast, is not known.",
     "Fig. 18": "both public scripts hold Wan2.1's weights whole on each GPU, and so does our baseline. Over a baseline whose weights are sharded over all GPUs in 16 bits (280 s a step in place of 210) the rows would be 1.70, 2.26, 2.37, 2.79 and 3.43: the split, TSP and TAG within 15 %, the other two not. With one mini-batch a step (`batches=1`) they are 1.27, 1.27, 1.49, 1.76 and 1.88.",
-    "A+C colocated": "over what, the summary does not say. A loop in lock-step runs at A's pace: 48 / 32 = 1.5 at most, less what gathers over 48 GPUs cost. Our own colocated run, which gives fast GPUs larger parts, gains 1.55 over its like on A.",
+    "A+C colocated": "over what, the summary does not say. A loop in lock-step gains 48 / 32 = 1.5 at most. Our own colocated run, which gives fast GPUs larger parts, gains 1.55 over its like on A.",
     "A+C all": "over what, the summary does not say. 1.85 / 1.46 = 1.27 is what all mechanisms gain over the loop on the same GPUs; here 2.90, and 1.76 over our own colocated run. Fig. 17 has 3.34 for it, so the summary's two figures cannot be of one baseline and testbed.",
     "HunyuanVideo": "the scripts gather 32 bits over one link a node. With their option hybrid_full (`hybrid=true`) the range is 1.13 to 1.36, 9 % above and 9 % below the published ends; with a link per GPU it is the next column.",
     "Wan2.1": "the summary names no testbed.",
     "FLUX.1": "{why} of the scripts' step: sharded over all GPUs, generation gathers 48 GB in 32 bits for each forward. With hybrid_full (`hybrid=true`) testbed B has .87 and 1.28, 18 % below and 6 % above the published ends, A 1.86 and 2.55, C 2.38 and 3.34, whose nodes gather over PCIe.",
     "Qwen-Image": "with 20 steps, {why} of the baseline's. Its guide to several nodes keeps weights gathered for the backward pass. Were they gathered anew, as by default and in its scripts for one node, the range would be 1.44 to 1.98, 8 and 11 % below the published ends.",
-    "UniRL #156": "on one GPU nothing is gathered, and 48 rows only recompute in part. On a GPU of 24 GiB, where the model recomputes nearly all of them, it is still .72: recomputation cannot halve the speed. What does (an allocator near its limit?) is not known.",
+    "UniRL #156": "on one GPU nothing is gathered, and 48 rows only recompute in part. On a GPU of 24 GiB, where nearly all are recomputed, it is still .72: recomputation cannot halve the speed. What does is not known.",
     "vLLM-Omni": "diffusers passes a padding mask, which forces a slow attention kernel that the cost model does not have. With attention at .12 of the peak in place of .34 the ratio is 2.76, at .10 it is 3.17; no source says what that kernel reaches.",
     "UniRL-fork study": "how many of its steps are trained, and when weights are sent, is not said; four steps are assumed.",
     "veRL-Omni": "the batch of the engine is not said; 16 is assumed.",
