@@ -526,15 +526,15 @@ def elsewhere() -> list[Ratio]:
 # ---- the page
 
 CAUSES = {
-    "Fig. 17 +TAG": "the published 3.05 is a step of 188 s (ours 231), of which our 16 trainers train 158: they would have to be busy for 84 %, where a step that is not asynchronous waits for its first fragment. With trained cells in .75 of our seconds beside an unchanged baseline (`train=.75`) the row is 2.93 and +async 3.45, both within 5 %; why their training should be that fast, is not known.",
-    "Fig. 18": "both public scripts hold Wan2.1's weights whole on each GPU, and so does our baseline. Over a baseline whose weights are sharded over all GPUs in 16 bits (280 s a step in place of 210) the rows would be 1.70, 2.26, 2.37, 2.79 and 3.43: the split, TSP and TAG within 15 %, the other two not. Which of the two they measured, nobody says. One mini-batch a step (`batches=1`) is no answer: 1.27, 1.27, 1.49, 1.76 and 1.89.",
-    "A+C colocated": "over what, the summary does not say. A loop in lock-step runs at A's pace: 48 / 32 = 1.5 at most, less what gathers over 48 GPUs cost. Our own colocated run, which gives fast GPUs larger parts, gains 1.55 over its like on A.",
-    "A+C all": "over what, the summary does not say. Whatever it is, 1.85 / 1.46 = 1.27 is what all mechanisms gain over the loop on the same GPUs; here 2.90, and 1.76 over our own colocated run. Fig. 17 has 3.34 for it, so that the summary's two figures cannot be of one baseline and testbed.",
-    "HunyuanVideo": "the scripts gather 32 bits over one link a node. With their option hybrid_full (`hybrid=true`) the range is 1.13 to 1.36, 9 % above and 9 % below the published ends; with a link per GPU it is the next column. Which they had, is not said.",
+    "Fig. 17 +TAG": "HunyuanVideo's published 3.05 is a step of 188 s (ours 232), of which our 16 trainers train 158: they would have to be busy for 84 %. With trained cells in .75 of our seconds (`train=.75`) the row is 2.91 and +async 3.28, both within 5 %; why their training should be that fast, is not known.",
+    "Fig. 18": "both public scripts hold Wan2.1's weights whole on each GPU, and so does our baseline. Over a baseline whose weights are sharded over all GPUs in 16 bits (280 s a step in place of 210) the rows would be 1.70, 2.26, 2.37, 2.79 and 3.43: the split, TSP and TAG within 15 %, the other two not. With one mini-batch a step (`batches=1`) they are 1.27, 1.27, 1.49, 1.76 and 1.88.",
+    "A+C colocated": "over what, the summary does not say. A loop in lock-step gains 48 / 32 = 1.5 at most. Our own colocated run, which gives fast GPUs larger parts, gains 1.55 over its like on A.",
+    "A+C all": "over what, the summary does not say. 1.85 / 1.46 = 1.27 is what all mechanisms gain over the loop on the same GPUs; here 2.90, and 1.76 over our own colocated run. Fig. 17 has 3.34 for it, so the summary's two figures cannot be of one baseline and testbed.",
+    "HunyuanVideo": "the scripts gather 32 bits over one link a node. With their option hybrid_full (`hybrid=true`) the range is 1.13 to 1.36, 9 % above and 9 % below the published ends; with a link per GPU it is the next column.",
     "Wan2.1": "the summary names no testbed.",
-    "FLUX.1": "{why} of the scripts' step: sharded over all GPUs, generation gathers 48 GB in 32 bits for each forward. Theirs cannot have done so over one link. With hybrid_full (`hybrid=true`) testbed B has .98 and 1.27, within 8 % of both published ends, A 1.86 and 2.34, C 2.40 and 3.34, whose nodes gather over PCIe. Which GPUs they had, is not said.",
-    "Qwen-Image": "the least is that of 20 steps: {why} of the baseline's. Its guide to several nodes keeps weights gathered for the backward pass. Were they gathered anew, as by default and in its scripts for one node, the range would be 1.81 to 2.37, 16 and 7 % above the published ends. Which was measured, is not said.",
-    "UniRL #156": "on one GPU nothing is gathered, and 48 rows only recompute in part. On a GPU of 24 GiB, where the model recomputes nearly all of them, it is still .72: recomputation cannot halve the speed. What does (an allocator near its limit?) is not known.",
+    "FLUX.1": "{why} of the scripts' step: sharded over all GPUs, generation gathers 48 GB in 32 bits for each forward. With hybrid_full (`hybrid=true`) testbed B has .87 and 1.28, 18 % below and 6 % above the published ends, A 1.86 and 2.55, C 2.38 and 3.34, whose nodes gather over PCIe.",
+    "Qwen-Image": "with 20 steps, {why} of the baseline's. Its guide to several nodes keeps weights gathered for the backward pass. Were they gathered anew, as by default and in its scripts for one node, the range would be 1.44 to 1.98, 8 and 11 % below the published ends.",
+    "UniRL #156": "on one GPU nothing is gathered, and 48 rows only recompute in part. On a GPU of 24 GiB, where nearly all are recomputed, it is still .72: recomputation cannot halve the speed. What does is not known.",
     "vLLM-Omni": "diffusers passes a padding mask, which forces a slow attention kernel that the cost model does not have. With attention at .12 of the peak in place of .34 the ratio is 2.76, at .10 it is 3.17; no source says what that kernel reaches.",
     "UniRL-fork study": "how many of its steps are trained, and when weights are sent, is not said; four steps are assumed.",
     "veRL-Omni": "the batch of the engine is not said; 16 is assumed.",
@@ -572,8 +572,13 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def judged(ratios: Sequence[Ratio], why: Mapping[Ratio, str]) -> str:
-    """The table of some ratios."""
+def number_causes(why: Mapping[Ratio, str]) -> dict[str, int]:
+    """Number the causes as they come; rows that share a cause share its number."""
+    return {text: at for at, text in enumerate(dict.fromkeys(filter(None, why.values())), 1)}
+
+
+def judged(ratios: Sequence[Ratio], why: Mapping[Ratio, str], numbers: Mapping[str, int]) -> str:
+    """The table of some ratios, each cause as its number."""
     rows = (
         (
             r.what + (" (seen)" if r.seen else ""),
@@ -581,7 +586,7 @@ def judged(ratios: Sequence[Ratio], why: Mapping[Ratio, str]) -> str:
             number(r.simulated),
             number(r.wide),
             "does not fit" if r.simulated is None else f"{r.simulated / r.published - 1:+.0%}",
-            why[r],
+            str(numbers[why[r]]) if why[r] else "",
         )
         for r in ratios
     )
@@ -591,27 +596,9 @@ def judged(ratios: Sequence[Ratio], why: Mapping[Ratio, str]) -> str:
         "simulated",
         "a link per GPU",
         "error",
-        "cause of an error above 15 %",
+        "cause",
     )
     return table(head, rows)
-
-
-def forced(cells: Cells, experiment: str, hardware: str) -> str:
-    """Each mechanism forced: what it does to the row before it, and what that run waits for."""
-    found, rows = cells.get(experiment, hardware, *CORNERS[0], 2, 1), []
-    base, before = seconds(found, "scripts"), None
-    for name in LADDER:
-        run = found[f"published {name}"]
-        if run is None:
-            rows.append((name, "-", "-", "-", "does not fit"))
-            continue
-        change = "" if before is None else f"{before / run['seconds']:.2f}"
-        best = number(divided(base, run["seconds"]))
-        rows.append((name, best, change, run["run"], run["why"]))
-        before = run["seconds"]
-    return table(
-        ("forced", "over the scripts", "over the row above", "run", "largest losses"), iter(rows)
-    )
 
 
 def strong(cells: Cells, hardware: str) -> str:
@@ -683,20 +670,21 @@ def plots(ratios: Sequence[Ratio], folder: Path) -> None:
 
 TEXT = """# The paper, figure by figure
 
-What the DigenRL paper reports ([citation](citation.md)), beside what the planner simulates. `make paper` writes this page on two cores
-without a GPU. **No figure here was measured by us.** Written {date}; **within 15 %: {inside} of {all}** published ratios, {fitted} of
-them *seen*: a figure of the cost model was chosen with them in view. Of the paper's own, none of which is seen, {own} of {owns} are within
-15 %{wides}. The aim was 70 %.
-Choosing the nearer network for each row would be fitting, and would give {either} of {all}. So neither network reaches the aim, nor does a choice between them.
-What is outside falls into four parts. Ends of ranges hang on the baseline's sharding, a network and testbeds that the summary does not name.
-The ratios of A+C are over a run that it does not name. HunyuanVideo's +TAG asks for faster training than our costs allow, and three rows
-of Wan2.1's ladder for a slower baseline than its public scripts. Two rows from elsewhere show effects that the cost model lacks.
-Where a cause is an assumption, another one was tried: the sentence has its figure, and mostly the key of
-`python -m benchmarks.paper wide=false` with which the command prints it. None of them is taken over, because each brings some rows nearer and others farther away.
+What the DigenRL paper reports, beside what the planner simulates: `make paper`, on two cores, without a GPU. **No figure here was measured
+by us.** Written {date}; **within 15 %: {inside} of {all}** published ratios, {fitted} of them *seen*: a figure of
+the cost model was chosen with them in view. Of the paper's own, none of which is seen, {own} of {owns} are within 15 %{wides}. The aim was
+70 %. Choosing the nearer network for each row would be fitting, and would give {either} of {all}.
 
-Sources. The abstract (arXiv:2606.24369) gives the four models, three testbeds and 1.56 to 2.10 times the speed of veRL-Omni and GenRL.
-All other figures of the paper are as a public, machine-written summary of its first version reports them; it may hold slips. Its second version is
-marked as withdrawn. What others measured is named with its repository.
+The mechanisms (disaggregation, GAP, TSP, TAG, one-step asynchrony) and the testbeds A, B and C of digenrl follow the paper; shares by speed,
+cells that are left out, the prompt store and ranks that come and go do not.
+
+> Sijie Wang, Zhengyu Qing, Zhiqiang Tan, Yiming Yin, Yeqing Zhang, Yaoyuan Wang, Qiang Wang, Xiaowen Chu, Shaohuai Shi:
+> *Accelerating Disaggregated RL for Visual Generative LLMs with Diffusion-Based Parallelism and Trainer-Assisted Generation*,
+> arXiv:2606.24369 v1, 23 June 2026. arXiv lists it as withdrawn by an author since v2 (24 June 2026). A public note of 1 October 2026 says
+> that a v3 was submitted on 22 September 2026; we have not seen it (looked up on 24 November 2026).
+
+The abstract gives the four models, three testbeds and 1.56 to 2.10 times the speed of veRL-Omni and GenRL. All other figures of the paper are
+as a public, machine-written summary of its first version reports them; it may hold slips. What others measured is named with its repository.
 
 ## What is assumed
 
@@ -713,45 +701,25 @@ marked as withdrawn. What others measured is named with its repository.
   micro-batch, old log-probabilities computed again, the engine's weights moved out and back in each step.
 - **Their runs** generate with an inference engine (its published speed), and share trainers' weights over a node or all of them.
 
-Choices made after results were seen: fragments of +GAP and later rows may be one, two or four groups (first they were one group, and GAP
-lost); the column *a link per GPU*; the two ratios of A+C have 96 samples a step, which divide by 32 and 48 GPUs (with 64 the scripts gain 1.00); in the UniRL-fork
-study four steps are trained; Wan2.1's training row of UniRL #394 has no guidance, because with it generation would need 95 % of the peak.
-Baselines were read again in their sources on 2026-11-26, and every difference was taken over, whichever way it moved a row: 32 bits,
-Wan2.1's whole weights, veRL-Omni's node, single gather, second forward and move (18 of 32 were within 15 % before).
+Chosen after results were seen: fragments of +GAP and later rows may be one, two or four groups; the column *a link per GPU*; the two ratios of
+A+C have 96 samples a step, which divide by 32 and 48 GPUs; in the UniRL-fork study four steps are trained; Wan2.1's training row of UniRL #394
+has no guidance, because with it generation would need 95 % of the peak.
 
 ## The ladders (Figs. 17 and 18)
 
-Speed over the colocated scripts, each row the best run with its mechanism available, off included.
+Speed over the colocated scripts, each row the best run with its mechanism available, off included. With fragments of one group alone GAP loses
+(HunyuanVideo 450 s, where the split takes 364 s): its eight samples do not fill sixteen trainers, and sharded trainers gather all weights
+for each micro-batch.
 
 ![Ladders, published and simulated](paper_ladders.svg)
 
 {ladders}
 
-## Each mechanism forced
-
-Here a row must use its mechanisms. Where it loses against the row above, the ladder leaves it off.
-
-HunyuanVideo:
-
-{forced_hunyuan}
-
-Wan2.1:
-
-{forced_wan}
-
-With fragments of one group alone GAP loses (HunyuanVideo 450 s, where the split takes 364 s): its eight samples do not fill
-sixteen trainers, and sharded trainers gather all weights for each micro-batch. So the planner searches the fragment's size too, and the
-runtime should let several fragments share a micro-batch; it does not yet. A forced TAG lends where the
-search finds that a loan costs nothing. At a step's start trainers may make the first fragment themselves, and rollouts begin behind it.
-Before they could, TAG gained nothing for HunyuanVideo: rollouts made the first fragment, a sample takes 83 s on an A6000, and trainers
-that make one in 36 s waited for it.
-
 ## Tables, and testbed A+C
 
 {tables}
 
-Fig. 16 (a staleness of half a mini-batch costs no reward) is not simulated. On small tasks we see the same
-([results](status.md)): the judge of digits loses .001 with every sample one version old.
+Fig. 16 (a staleness of half a mini-batch costs no reward) is not simulated; [small tasks](status.md#algorithms-on-small-tasks) show the same.
 
 ## Measured elsewhere
 
@@ -759,21 +727,25 @@ Fig. 16 (a staleness of half a mini-batch costs no reward) is not simulated. On 
 
 ![All ratios](paper_ratios.svg)
 
+## Causes of errors above 15 %
+
+Where a cause is an assumption, another one was tried, with the key of `python -m benchmarks.paper wide=false` that is named. None of them is
+taken over, because each brings some rows nearer and others farther away.
+
+{causes}
+
 ## Against our own colocated run
 
 The strong comparison: speed over the best colocated run that our planner finds (best sharding, task size and K; PyTorch's generation).
-Above 1 is faster than it. Below 1 a disaggregated run does not pay, whatever it gains over the scripts. A dash: it does not fit.
+Below 1 a disaggregated run does not pay, whatever it gains over the scripts. A dash: it does not fit.
 
 {strong}
 
 Disaggregation's gain over published baselines is mostly the baseline: on equal GPUs our colocated run is as fast as any split, or faster.
 On A+C asynchronous runs beat it, on-policy runs for HunyuanVideo alone.
 
-## The same on a cluster
-
-`make sweep EXP=ablation_schedule` runs the ladder as jobs (colocated naive, colocated, sync, gap, gap_tsp, gap_tsp_tag, full) and ends
-in one table; another task: `python -m digenrl.cli.train -m experiment=wan21_flowgrpo hardware=testbed_c
-schedule=colocated,gap_tsp,full`. A measured profile: `make paper ARGS="hw=measured/NAME"`.
+On a cluster, `make sweep EXP=ablation_schedule` runs the ladder as jobs and ends in one table. A measured profile:
+`make paper ARGS="hw=measured/NAME"`.
 """
 
 
@@ -801,8 +773,10 @@ def main(words: list[str]) -> int:
     if tries:
         return 0
 
+    numbers = number_causes(why)
+
     def of(*figures: str) -> str:
-        return judged([r for r in ratios if r.figure in figures], why)
+        return judged([r for r in ratios if r.figure in figures], why, numbers)
 
     own = [r for r in ratios if r.figure != "Elsewhere"]
     inside = sum(r.within for r in ratios)
@@ -825,10 +799,9 @@ def main(words: list[str]) -> int:
         else "",
         qwen="Qwen-Image: B and C; a rollout of 45 GiB does not fit on A",
         ladders="\n\n".join(f"{name}:\n\n{of(name)}" for name in FIGURES),
-        forced_hunyuan=forced(cells, HUNYUAN, given["hw"]),
-        forced_wan=forced(cells, WAN, given["hw"]),
         tables=of("Tables", "A+C"),
         elsewhere=of("Elsewhere"),
+        causes="\n".join(f"{at}. {text[0].upper()}{text[1:]}" for text, at in numbers.items()),
         strong=strong(cells, given["hw"]),
     )
     if given["quick"] != "true":

@@ -76,8 +76,8 @@ def test_every_digenrl_command_exists(document: Path) -> None:
 def test_the_commands_of_the_quickstart_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Skeletons are written; whatever composes a configuration composes it; of a run its keys are
-    checked."""
+    """Skeletons are written, and the reward is the one shown; whatever composes a configuration
+    composes it; of a run its keys are checked."""
     make_run(tmp_path / "RUN", "experiment=digits_flowgrpo")
     monkeypatch.chdir(tmp_path)
     blocks = "".join(re.findall(r"```bash\n(.*?)```", QUICKSTART, re.DOTALL))
@@ -86,6 +86,8 @@ def test_the_commands_of_the_quickstart_fit(
     for command, *words in sorted(lines, key=lambda line: line[0] != "new"):
         if command == "new":
             assert main([command, *words]) == 0
+            if words == ["reward", "brightness"]:
+                assert f"```python\n{(tmp_path / 'brightness.py').read_text()}```" in QUICKSTART
         elif "-m" in words:
             assert [config.load(job.words) for job in expand_sweep(words)[1]]
         elif command in ("train", "plan"):
@@ -139,7 +141,7 @@ def test_the_prompts_of_the_data_page_are_read(tmp_path: Path) -> None:
 def test_the_python_of_the_quickstart_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reading, looping = re.findall(r"```python\n(.*?)```", QUICKSTART, re.DOTALL)
+    _, reading, looping = re.findall(r"```python\n(.*?)```", QUICKSTART, re.DOTALL)
     make_run(tmp_path / "run", "experiment=digits_flowgrpo")
     line = '{"kind": "step", "rl_step": 1, "reward": 0.5}\n'
     (tmp_path / "run" / "metrics.jsonl").write_text(
