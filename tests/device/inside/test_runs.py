@@ -160,20 +160,20 @@ SCORER = (
     ],
 )
 def test_the_scorer_of_a_rank_is_on_its_device(tmp_path: Path, placement: str) -> None:
-    """H1 of gpu2.md: children of all ranks were on device 0, where the trainer is."""
+    """H1: children of all ranks were on device 0, where the trainer is."""
     words = (*SCORER, f"reward.placement={placement}", "max_rl_steps=1")
     done = completed(run_cluster(tmp_path, 1, 1, configured(*words)))
     assert {cell.reward.item() for cell in done.cells.values()} == {1.0}
 
 
 def test_the_network_stays_on_its_device_at_the_end(plain: tuple[Record, list[int]]) -> None:
-    """H5 of gpu2.md: Lightning's teardown copied every rank's network and optimizer to the CPU."""
+    """H5: Lightning's teardown copied every rank's network and optimizer to the CPU."""
     assert plain[1] == [0, 0]
 
 
 @pytest.mark.slow
 def test_seconds_are_booked_where_the_device_works(tmp_path: Path) -> None:
-    """H3 of gpu2.md: spans ended when work was given to the device, before it was done; the rest
+    """H3: spans ended when work was given to the device, before it was done; the rest
     was called a straggler's. Here each operator keeps the device busy for a millisecond, and a
     fragment is one micro-batch."""
     busy_s, given = 1e-3, [0]
