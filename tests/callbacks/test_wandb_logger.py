@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import wandb
 
-from digenrl.callbacks.wandb_logger import WandbLogger, has_key
+from digenrl.callbacks.wandb_logger import WandbLogger, has_key, kept_id
 
 
 @pytest.fixture(autouse=True)
@@ -55,4 +55,5 @@ def test_a_server_that_is_down_leaves_an_offline_run(
     with pytest.warns(UserWarning, match="W&B cannot be reached"):
         logger.log_metrics({"reward": 0.5}, step=1)
     assert logger.experiment.offline
+    assert logger.experiment.id == kept_id(tmp_path / "run-0" / "wandb")
     logger.experiment.finish()

@@ -137,6 +137,8 @@ class WandbLogger(pl_loggers.WandbLogger):
                 f"W&B cannot be reached ({error}); the run is recorded offline in "
                 f"{self.save_dir}/wandb"
             )
+            # W&B's helper process still holds the id of the run that it could not begin.
+            wandb.teardown()
             self._offline = True
             self._wandb_init["mode"] = (
                 "offline"  # the environment variable that Lightning sets was read already
