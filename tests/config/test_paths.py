@@ -4,13 +4,18 @@ source, in a new run and in a stored one."""
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+import digenrl
 from digenrl import config
+from digenrl.cli.evaluate import EvaluateKeys
+from digenrl.cli.join import JoinKeys
+from digenrl.cli.report import ReportKeys
 from digenrl.config.command_settings import schema_of
 from digenrl.config.help import Arguments, read_arguments
 from digenrl.config.targets import walk_nodes
@@ -119,27 +124,22 @@ def test_paths_of_other_commands_are_absolute(here: Path) -> None:
     assert settings.tree.token_file == str(here / "home/token")
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "cli.evaluate",
-        "cli.report",
-        "cli.join",
-        "extensions.export.cli.export",
-        "extensions.bench.cli.benchmark",
-    ],
-)
-def test_a_run_that_a_command_names_may_begin_with_a_tilde(here: Path, module: str) -> None:
+def commands_of_runs() -> set[type[Arguments]]:
+    """The keys of every command that names a run."""
+    names = [module.name for module in pkgutil.walk_packages(digenrl.__path__, "digenrl.")]
+    modules = [importlib.import_module(name) for name in names if ".cli." in name]
+    found = {each for module in modules for each in vars(module).values() if isinstance(each, type)}
+    return {each for each in found if issubclass(each, Arguments) and "run" in each.model_fields}
+
+
+def test_a_run_that_a_command_names_may_begin_with_a_tilde(here: Path) -> None:
     """A quoted word reaches the command as it was typed."""
-    found = vars(importlib.import_module(f"digenrl.{module}"))
-    (schema,) = (
-        each
-        for each in found.values()
-        if isinstance(each, type) and issubclass(each, Arguments) and each is not Arguments
-    )
-    more = ["suite=scenes"] if module.endswith("benchmark") else []
-    request, _ = read_arguments(schema, ["run=~/runs/one", *more])
-    assert request.run == here / "home/runs/one"  # type: ignore[attr-defined]
+    found = commands_of_runs()
+    assert found >= {EvaluateKeys, JoinKeys, ReportKeys}
+    for schema in found:
+        more = ["suite=scenes"] if "suite" in schema.model_fields else []
+        request, _ = read_arguments(schema, ["run=~/runs/one", *more])
+        assert vars(request)["run"] == here / "home/runs/one", schema
 
 
 def test_the_run_lies_below_an_output_root_with_a_tilde(here: Path) -> None:

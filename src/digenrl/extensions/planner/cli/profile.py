@@ -27,7 +27,7 @@ import yaml
 
 from digenrl import config as configuration
 from digenrl.config import Composed
-from digenrl.config.help import Arguments, own_command, read_arguments
+from digenrl.config.help import Arguments, RunDirectory, own_command, read_arguments
 from digenrl.config.help_pages import command_help
 from digenrl.config.settings import Settings
 from digenrl.config.stored import read_stored
@@ -49,7 +49,7 @@ class ProfileKeys(Arguments):
 
     pool: str | None = None
     """Pool of the profile that this machine belongs to. Needed if the profile has several."""
-    run: str | None = None
+    run: RunDirectory | None = None
     """Run whose recorded seconds are used, so that nothing is measured."""
 
 
