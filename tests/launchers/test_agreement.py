@@ -170,8 +170,7 @@ def test_other_words_on_one_machine_end_all_before_weights_are_read(session: Ses
 @pytest.mark.timeout(300)
 def test_tasks_with_different_words_do_not_train(tmp_path: Path, processes: Processes) -> None:
     """Each composes its own configuration; before, both trained and the run was "completed"."""
-    command = [sys.executable, "-m", "digenrl.cli.train", *words(tmp_path, 2, 0)]
-    srun(processes, command, 2, more=(["seed=0"], ["seed=7"]))
+    srun(processes, ["train", *words(tmp_path, 2, 0)], 2, more=(["seed=0"], ["seed=7"]), fork=True)
     assert processes.codes() == [1, 1], processes.tails()
     found = summary(processes)
     assert (found["status"], found["rl_steps"]) == ("failed", 0)
