@@ -48,6 +48,7 @@ def problems_of(
         *_leaf_problems(tree, wrong),
         *_trainer_problems(tree),
         *target_problems(tree, allow),
+        # Rules that read a broken key stay silent: its own message is in `wrong`.
         *relation_problems(tree, wrong),
         *_prompt_problems(tree, wrong),
     ]

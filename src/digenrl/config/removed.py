@@ -44,8 +44,8 @@ REMOVED: dict[str, str] = {
 """Dotted key (also a group of keys; `*` is any name), or `key=value`, -> its replacement, or the
 reason for its removal.
 
-A stored run goes on without these keys, whatever they hold. A value that decided about more than
-time and records is therefore listed as `key=value` with a reason of its own, and refused.
+A stored run is resumed without these keys, whatever their values. A value that changed what is
+computed is therefore listed as `key=value` with a reason of its own, and refused.
 """
 
 _MOVED: dict[str, str] = yaml.safe_load(

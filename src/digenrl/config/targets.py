@@ -159,6 +159,7 @@ def instantiate(node: object, *arguments: object, **named: object) -> Any:
     if problems := target_problems(plain, allow):
         raise PermissionError("; ".join(problems))
     for path, target, _ in find_targets(plain):
+        # This imports the module, so it comes after the check by name.
         found = hydra.utils.get_object(target)
         if target.partition(".")[0] in _OWN and not isinstance(found, type):
             raise PermissionError(f"{path or 'node'}: _target_ = {target} is no class.")

@@ -87,6 +87,7 @@ Name = Annotated[
         }
     ),
 ]
+# `phrase` is what --help prints. `path` makes `paths` turn the value into an absolute path.
 Directory = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a directory", "path": "own"})]
 File = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a file", "path": "own"})]
 PromptFile = Annotated[
