@@ -2,8 +2,8 @@
 
 Legend of shapes: b samples of a block, K steps, D latent dimensions of a sample. Log-probs are
 means over D (`diffusion.sde`), so log-ratios are 1/D of the joint ones. Every function returns one
-value per cell, [b, K], and leaves the reduction to the caller: the loss of an update is their sum
-divided by the update's denominator.
+value per cell, [b, K], and leaves the reduction to the caller. The loss of an update is the sum
+over its cells divided by its denominator.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def rectified_weight(kernel: Kernel, sigmas: Tensor, steps: Tensor) -> Tensor:
     """Return [K]: 1 / (sqrt(h)/std + std*sqrt(h)*(1-s)/(2s)) at `steps` [K], in units of its mean
     over all steps of `sigmas` [T+1] but the last.
 
-    It takes the time's own factor out of the gradient of a Gaussian log-prob with respect to the
-    velocity (Flash-GRPO, arXiv 2605.15980; Shredded-Pork/Flash-GRPO
-    scripts/train_wanx2_1_flash.py:983 at 4211013, over the batch's mean).
+    The weight cancels the factor by which the gradient of a Gaussian log-prob with respect to the
+    velocity depends on time. From Flash-GRPO, arXiv 2605.15980; Shredded-Pork/Flash-GRPO
+    scripts/train_wanx2_1_flash.py:983 at 4211013 divides by the mean over the batch.
     """
     # [T-1] each. The last step is left out: its next sigma is 0, and it is never trained.
     sigma, following, guard = step_sigmas(

@@ -99,8 +99,8 @@ class RandomSubset:
     """A random subset of the steps first..stop-1, drawn anew at every RL step.
 
     DanceGRPO trains int((T-1)*0.6) of the first T-1 steps and keeps noise on the others
-    (train_grpo_flux.py:511-572); UniRL and Flow-Factory take `size` of a pool and run the others by
-    the ODE (untrained="ode").
+    (train_grpo_flux.py:511-572). UniRL and Flow-Factory train `size` steps of a pool and run the
+    others by the ODE (untrained="ode").
     """
 
     fraction: float | None = 0.6
