@@ -9,8 +9,8 @@ pickle.
     part of trainer 1 --+- policy-00001.part --+-> policy.safetensors: whole rows, as who trained
                         alone would write it `- state-00001.safetensors
 
-A part says in its header at which row of the whole tensor each of its tensors begins. torch plans
-from that who reads which rows, so another number of trainers may read what one wrote.
+The header of a part gives the row of the whole tensor at which each of its tensors begins. torch
+plans the reads from these rows, so a resumed run may have another number of trainers.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 nothing of it.
 
 Each rank of a group computes its part of the tokens, and the attention of its part of the heads
-(Ulysses, arXiv:2309.14509), by diffusers' hooks and the family's `context_plan`. Noise, latents and
-log-probs stay whole on every rank, and all of them compute the same loss. The gradient of a rank is
-what its tokens give, and the sum over the group is the gradient of one rank alone.
+(Ulysses, arXiv:2309.14509). diffusers' hooks do this, as the family's `context_plan` says. Noise,
+latents and log-probs stay whole on every rank, and all of them compute the same loss. The gradient
+of a rank is what its tokens give, and the sum over the group is the gradient of one rank alone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """`DisaggregatedStrategy`: rollout ranks generate while trainer ranks learn. This page is wiring
 and hooks.
 
-Lightning sees the trainers only (see `cluster/world.py`). On a trainer its fit loop is stock: the
-Strategy replaces the train dataloader, scales the loss, reduces gradients once per update, and
-publishes weights after the last update of a logical batch. On a rollout a `RolloutWorker` replaces
-the fit loop. A Lightning epoch is an RL step.
+Lightning sees the trainers only (see `cluster/world.py`). On a trainer the fit loop is Lightning's
+own. The Strategy replaces the train dataloader, scales the loss, reduces gradients once per update,
+and publishes weights after the last update of a logical batch. On a rollout a `RolloutWorker`
+replaces the fit loop. A Lightning epoch is an RL step.
 
 Who waits for what, and what unblocks the wait (every wait is bounded, and ends when the run is
 aborted):

@@ -83,8 +83,8 @@ class EvaluationWorker:
         return self._claims.take_next_task(evaluation_queue(version), pieces, range(len(pieces)))
 
     def make_piece(self, version: int, claim: Claim, receive: Callable[[], None]) -> None:
-        """Make a claimed piece and send it to trainer 0. A rank that leaves meanwhile gives it up:
-        another rank makes it.
+        """Make a claimed piece and send it to trainer 0. If this rank must leave, the claim is
+        released for another rank.
 
         Args:
             receive: called before each denoising step, to sort what has arrived.

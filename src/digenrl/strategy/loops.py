@@ -12,10 +12,13 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
 
 def run_free(trainer: pl.Trainer) -> None:
-    """Replicas must not wait for each other inside an update, as they do where Lightning broadcasts
-    before every micro-batch whether rank 0 got SIGTERM; its handler would start a collective that
-    nobody joins. Stops are agreed at the end of a step (`Control.stopping`), or at a piece of it
-    (`StopVote`)."""
+    """Switch off Lightning's handling of SIGTERM, so that replicas do not wait for each other
+    inside an update.
+
+    Before every micro-batch Lightning broadcasts whether rank 0 got the signal. Its signal handler
+    would start a collective that nobody joins. Here trainers agree on a stop at the end of a step
+    (`Control.stopping`), or at a piece of a step (`StopVote`).
+    """
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
 

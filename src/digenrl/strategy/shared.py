@@ -1,5 +1,5 @@
-"""What the parts of a rank share: the four decisions of a schedule that a researcher may take
-otherwise, the algorithm as the Strategy sees it, and the counters of a trainer."""
+"""Shared by the parts of a rank: the four decisions of a schedule that a researcher may override,
+the algorithm as the Strategy sees it, and the counters of a trainer."""
 
 from __future__ import annotations
 

@@ -51,11 +51,11 @@ class Made:
     media: Tensor
     """[b, C, H, W] or [b, F, C, H, W], in 0..1."""
     claim: Claim
-    """Under which the results are sent."""
+    """Claim under which the results are sent."""
     seconds: float
-    """That this rank took to generate and decode it."""
+    """Seconds that this rank took to generate and decode the task."""
     whole: bool
-    """Whether this rank made all of its steps."""
+    """Whether this rank made all denoising steps of the task."""
 
 
 class TaskRunner:
@@ -190,8 +190,8 @@ class TaskRunner:
         return self._engine.begin_task(task, self._prompt_of(task))
 
     def take_over(self, suspended: Suspended) -> Generation | None:
-        """Return a task that another rank began, where that stopped; None if it has been given to
-        somebody else since."""
+        """Return a task that another rank began and suspended, at the step where it stopped. None:
+        the task has gone to a third rank since."""
         task, claim = suspended.task, suspended.claim
         confirmed = self.claims.confirm_claim(task.version, claim.position, claim.attempt)
         if confirmed is None:

@@ -1,4 +1,5 @@
-"""One RL step of a trainer rank, from top to bottom. Lightning's hooks call it, in this order.
+"""One RL step of a trainer rank, from top to bottom. Lightning's hooks call these stages in this
+order.
 
     wait       for a complete, scored fragment; a trainer that lends generates meanwhile (`lending`)
     train      its micro-batches: forward and backward; Lightning accumulates
@@ -6,7 +7,8 @@
     update     Lightning's optimizer step
     publish    after the last update of the logical batch; rollouts begin what waits for the version
 
-In one process: examples/grpo_in_one_file.py. One Lightning epoch is one RL step.
+An RL step is an epoch of Lightning. examples/grpo_in_one_file.py shows the same stages in one
+process.
 """
 
 from __future__ import annotations
