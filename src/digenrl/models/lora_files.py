@@ -1,5 +1,5 @@
-"""Read the adapter from which a run goes on (`model.lora.path`), or with which it samples
-(`sampling.lora`): of diffusers, PEFT, kohya's tools or ComfyUI, of an export, or of a run.
+"""Read the adapter from which training starts (`model.lora.path`), or with which rollouts sample
+(`sampling.lora`). Known formats: diffusers, PEFT, kohya's tools, ComfyUI, an export, a run.
 
 The file is foreign: only safetensors are read, names and shapes are checked before a tensor is
 loaded, and every layer that is missing or unknown is named.
@@ -29,7 +29,7 @@ _OF_DIFFUSERS, _OF_PEFT = "pytorch_lora_weights{}.safetensors", "adapter_model.s
 _OF_EXPORTS = (_OF_DIFFUSERS, "lora_comfyui{}.safetensors", "lora_kohya{}.safetensors")
 _PEFT_CONFIG, _LAST_WEIGHTS = "adapter_config.json", "checkpoints/last/policy.safetensors"
 _METADATA = "lora_adapter_metadata"
-"""Where diffusers keeps rank and alpha, in the header of a file."""
+"""Key of a file's header under which diffusers keeps rank and alpha."""
 _PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.", "lora_unet_")
 _DOWN = (".lora_A.default.weight", ".lora_A.weight", ".lora_down.weight", ".lora.down.weight")
 _UP = (".lora_B.default.weight", ".lora_B.weight", ".lora_up.weight", ".lora.up.weight")
@@ -115,7 +115,7 @@ def read_sampling_adapter(
     have a rank and a scale of its own; the scale is part of B. Arguments as of `read_adapter`.
 
     Raises:
-        LoraFileError: no such file, no adapter, or one of another network.
+        LoraFileError: no such file, no adapter, or an adapter of another network.
     """
     found, path = _Found(), Path(path).expanduser()
     for file, prefix in _adapter_files(path, components, _SAMPLING):
@@ -187,8 +187,9 @@ def _read_file(
     found: _Found,
     swapped: tuple[str, ...],
 ) -> None:
-    """Add to `found` what one file holds. Names are those of one component, without its prefix.
-    spec: None takes every layer, whatever its rank and scale; else those in `wanted`."""
+    """Add to `found` what one file holds. Names lack the prefix of their component. spec: None
+    takes every layer, whatever its rank and scale. Otherwise only the layers in `wanted` are
+    taken."""
     try:
         with safe_open(file, framework="pt") as opened:
             keys = list(opened.keys())

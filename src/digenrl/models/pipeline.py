@@ -49,8 +49,8 @@ class DiffusersPolicy(Policy):
     Args:
         path: directory in diffusers layout, or a hub id that `hf download` has put into the local
             cache.
-        build: "real" loads `path`; "tiny" loads the small random build of the same classes, made on
-            first use, whose encoder takes no more than 64 tokens.
+        build: "real" loads `path`. "tiny" loads a small random build of the same classes, made on
+            first use. Its encoder takes at most 64 tokens.
         height, width: pixels; frames: video frames (1 for images).
         guidance_scale: the embedded scale of a guidance-distilled family, else classifier-free
             guidance (1 = off).
@@ -73,8 +73,8 @@ class DiffusersPolicy(Policy):
             A kernel of the hub is "_flash_3_hub@COMMIT" (`digenrl.models.hub_kernels`).
         compile: true: the repeated blocks are compiled (regional compilation); slow to start, fast
             afterwards. Padding stays, so that all prompts have the same shape.
-        offload_encoders: move text encoders, and a VAE of more than `STAYS` bytes
-            (`digenrl.models.pipeline_codec`), back to the CPU after each use.
+        offload_encoders: move text encoders back to the CPU after each use, and a VAE too if it is
+            larger than `STAYS` bytes (`digenrl.models.pipeline_codec`).
         vae_dtype, vae_tiling: dtype of the decoder; decode large videos in tiles.
         decode_pixels: pixels that are decoded together, over samples and frames; one sample at
             least.
@@ -214,9 +214,9 @@ class DiffusersPolicy(Policy):
         starts.
 
         Raises:
-            ValueError: a size that the family's strides do not divide; a checkpoint that is absent
-                or another family's; a tiny build without a description; or latents with another
-                number of channels than the network takes.
+            ValueError: the family's strides do not divide a size; the checkpoint is absent or of
+                another family; the tiny build has no description; or the latents' channels are not
+                the network's.
         """
         codec = cls.codec_class
         size = settings["height"], settings["width"], settings.get("frames", 1)

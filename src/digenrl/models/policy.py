@@ -190,8 +190,9 @@ class Policy(nn.Module, ABC):
         ]
 
     def attention_used(self, device: torch.device) -> dict[str, str]:
-        """Return the attention that the network uses on `device`, for the run's record: `backend`,
-        and the `kernel` without a mask where PyTorch chooses it. {}: the family does not say."""
+        """Return the attention that the network uses on `device`, for the run's record. `backend`
+        is its name. `kernel` is what PyTorch chooses for attention without a mask, if PyTorch
+        chooses. {}: the family does not say."""
         return {}
 
     def all_networks(self) -> list[nn.Module]:

@@ -169,8 +169,9 @@ def folder_of(path: str, wanted: str) -> Path:
     """Return the directory of a checkpoint on this machine. Raises PretrainedError, which names
     what was `wanted` of it, if there is none.
 
-    Only the index of a hub's checkpoint is asked for: the hub's library calls a snapshot incomplete
-    that lacks files which no run opens, such as a second copy of the weights in another layout.
+    For a checkpoint of the hub only the index is requested. A snapshot may lack files that no run
+    opens, such as a second copy of the weights in another layout, and the hub's library would call
+    it incomplete.
     """
     try:
         if Path(path).is_dir():
