@@ -1,11 +1,11 @@
 """Run a scorer in a separate process, which isolates its threads, its memory and its crashes.
 
 The child, `python -m digenrl.rewards.process`, is the reward service (`service.py`) on a
-free port of 127.0.0.1, behind a token that only parent and child know. It reads {"node": ...,
-"token": ..., "device": number or null} from its standard input and answers {"url": ...} on its
-standard output, later {"error": ...} if the scorer fails. It ends when its standard input ends,
-so also when the parent is killed. It leads a process group of its own, which ends with it:
-processes that a scorer has started do not stay.
+free port of 127.0.0.1, behind a token that only parent and child know. The child reads {"node":
+..., "token": ..., "device": number or null} from its standard input. It answers {"url": ...} on its
+standard output, and later {"error": ...} if the scorer fails. The child ends when its standard
+input ends, so also when the parent is killed. It leads a process group of its own, which ends with
+it: processes that a scorer has started do not stay.
 """
 
 from __future__ import annotations

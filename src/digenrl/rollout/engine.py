@@ -1,7 +1,8 @@
 """The rollout engine: encode -> sample -> decode -> score -> `Trajectory`.
 
-It runs unchanged on rollout ranks, colocated ranks, lending trainers and in evaluation, and knows
-none of them: what a task gives depends on the task, the seed and the weights alone.
+The engine runs unchanged on rollout ranks, on colocated ranks, on trainers that lend, and in
+evaluation. It does not know which: the result of a task depends on the task, the seed and the
+weights alone.
 """
 
 from __future__ import annotations

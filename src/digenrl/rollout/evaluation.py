@@ -19,7 +19,7 @@ from digenrl.rollout.engine import RolloutEngine
 from digenrl.types import Prompt
 
 NOISY_PIECES = 6
-"""Pieces whose first prompt is drawn with the run's own noise too, where that is asked for."""
+"""Number of pieces whose first prompt is also drawn with the run's own noise, if `noise` is set."""
 
 
 def join_pictures(parts: Sequence[Pictures]) -> Pictures:
@@ -73,10 +73,10 @@ class FixedSamples:
         Args:
             before_step: as in `RolloutEngine.evaluate_prompts`.
             before_piece: called with the number of each piece before it is drawn.
-            noise: beside each of the first `NOISY_PIECES` of `numbers`, a sample is drawn as
-                rollouts draw it. The evaluation's own first pieces alone keep it
-                (`Pictures.noisy`), so that it does not matter who draws which; the others draw it
-                because sharded weights need the same forwards everywhere.
+            noise: draw one more sample for each of the first `NOISY_PIECES` of `numbers`, with
+                noise as rollouts do. Sharded weights need the same forwards on every rank, so every
+                rank draws these samples. Only the first pieces of the evaluation keep theirs
+                (`Pictures.noisy`), so the numbers do not depend on which rank draws which piece.
         """
         parts, compared = [], self.kl_samples if engine.policy.adapter.has_reference else 0
         for place, number in enumerate(numbers):

@@ -108,8 +108,8 @@ def plan_buckets(parameters: Mapping[str, Tensor]) -> list[Bucket]:
     """Return which parameters are sent together. The plan depends only on what `layout_digest`
     covers.
 
-    A bucket is filled up to a power of two. torch allocates pinned memory in such sizes, so the
-    next version can reuse the blocks of the one before.
+    A bucket is filled up to a power of two. torch allocates pinned memory in powers of two, so the
+    next version can reuse the blocks of the previous version.
     """
     sizes = {
         name: _padded_size(parameter.numel() * parameter.element_size())

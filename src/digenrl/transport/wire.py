@@ -1,9 +1,13 @@
 """Messages between ranks: a fixed, checked header and raw tensor bytes. No pickle, nothing
 executable.
 
-A message on the wire is b"DGRL" | kind u16 | meta length u32 | tensor count u16 | meta (UTF-8 JSON
-    object of plain values) then a table with one row per tensor: dtype code u8 | dims u8 | 8 x u64
-    (unused dimensions 0) then the raw bytes of all tensors.
+A message on the wire has four parts:
+
+    b"DGRL" | kind u16 | meta length u32 | tensor count u16
+    meta: a UTF-8 JSON object of plain values
+    a table with one row per tensor: dtype code u8 | dims u8 | 8 x u64 (unused dimensions 0)
+    the raw bytes of all tensors
+
 The receiver knows every size before it allocates, and refuses what is over its limits.
 """
 
