@@ -25,12 +25,14 @@ from digenrl.types import CellBlock, TrainBatch
 
 
 class AWM(WithOldPolicy):
-    """Loss per cell: PPO's clipped surrogate of r = exp(value - value at the batch's start), with
-    A clipped to +-M and divided by M, + old_weight * mean((v - v_old)^2) + kl_weight * mean((v -
-    v_base)^2).
+    """Loss per cell: PPO's clipped surrogate, and the distances from the old policy and the base.
 
-    The old policy only holds the new one back; the ratio compares with the weights at the beginning
-    of the logical batch, so it is exactly 1 in each batch's first update.
+        surrogate(r, A) + old_weight * mean((v - v_old)^2) + kl_weight * mean((v - v_base)^2)
+
+    The ratio is r = exp(value - value at the batch's start). A is clipped to +-M and divided by M.
+
+    The old policy only holds the new policy back. The ratio compares with the weights at the
+    beginning of the logical batch, so r is exactly 1 in each batch's first update.
     """
 
     def __init__(

@@ -33,10 +33,11 @@ Divergence = Literal["gaussian", "means"]
 def transition_distance(
     mean: Tensor, teacher: Tensor, scale: Tensor, divergence: Divergence
 ) -> Tensor:
-    """Return what a teacher's transition differs by, per dimension, [b, K].
+    """Return the distance from a teacher's transition, per dimension, [b, K].
 
-    gaussian: mean_dims((mean - teacher)^2) / (2 S^2), the KL of the transitions. means: the same
-    without S, which the paper takes for the ODE and UniRL by default (`add_kl_coefficient=False`).
+    `gaussian` is mean_dims((mean - teacher)^2) / (2 S^2), the KL of the transitions. `means` is the
+    same without S. The paper uses it for the ODE, and UniRL by default
+    (`add_kl_coefficient=False`).
 
     mean, teacher [b, K, *L]; scale [b, K] S.
     """
@@ -53,7 +54,7 @@ class Teacher:
     """Run whose last checkpoint has them, or a file."""
     weight: float
     uids: frozenset[int] | None
-    """Prompts that it teaches; None: all."""
+    """Prompts that the teacher teaches; None: all."""
     copy: ParameterCopy
 
 

@@ -1,8 +1,9 @@
 """DiffusionNFT (arXiv 2509.16117): reinforcement on the forward process, without log-probs or SDE
 noise.
 
-Rollouts are made by an *old* policy, a copy of the trained parameters that follows them by a
-schedule, with any ODE solver; only the clean latent is stored. See `losses.nft_loss`.
+Rollouts are made by an *old* policy: a copy of the trained parameters that follows them by a
+schedule. Any ODE solver will do, because only the clean latent is stored. See
+`forward_losses.nft_loss`.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ def guard_ratio(
     """GRPO-Guard's normalised ratio exp((log r + bias) * S), bias =
     mean_dims((mean-old)^2)/(2*S^2); [b, K].
 
-    Equal to exp(mean_dims(z*(mean-old))), whose logarithm has expectation 0, while a plain
-    log-ratio has -bias (GRPO-Guard, arXiv 2510.22319; verl-project/verl-omni
-    diffusion_algos.py:527). scale [b, K] is each row's own S: a batch may mix timesteps.
+    The value equals exp(mean_dims(z*(mean-old))). Its logarithm has expectation 0, while that of a
+    plain ratio has -bias. From GRPO-Guard, arXiv 2510.22319; verl-project/verl-omni
+    diffusion_algos.py:527. scale [b, K] is each row's own S: a batch may mix timesteps.
     """
     bias = gaussian_kl(mean, old_mean, scale)
     return torch.exp((log_prob - old_log_prob + bias) * scale)
@@ -34,9 +34,9 @@ def dppo_keep(ratio: Tensor, advantages: Tensor, kl: Tensor, threshold: float) -
     """Flow-DPPO's mask, [b, K] bool: False where the cell is beyond the trust region and would be
     pushed further out.
 
-    drop = kl >= threshold and ((r > 1 and A > 0) or (r < 1 and A < 0)); kl is `gaussian_kl` to the
-    rollout's mean (Tencent-Hunyuan/UniRL algorithms/flowdppo.py:54-138, threshold 1e-5 for the
-    mean-reduced KL).
+    A cell is dropped if kl >= threshold and ((r > 1 and A > 0) or (r < 1 and A < 0)). kl is
+    `gaussian_kl` to the rollout's mean. From Tencent-Hunyuan/UniRL algorithms/flowdppo.py:54-138,
+    with threshold 1e-5 for the mean-reduced KL.
     """
     outward = ((ratio > 1.0) & (advantages > 0)) | ((ratio < 1.0) & (advantages < 0))
     return ~((kl >= threshold) & outward)

@@ -226,7 +226,7 @@ CHECKPOINT_NAMES: Names = {
         ("ff.net.2",): "blocks.{}.mlp.fc2",
     }
 }
-"""Of the published single files, with queries, keys and values one after the other."""
+"""Names in the published single files, which hold queries, keys and values one after the other."""
 
 
 class MiniMaxH3Policy(DiffusersPolicy):
