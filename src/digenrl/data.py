@@ -1,9 +1,9 @@
 """Prompts of every RL step: a pure function of (seed, step), so that a resumed run needs no cursor
 but the step.
 
-Prompts of one batch are distinct. The stream of a file walks epochs: each is a permutation of its
-prompts, ordered by a keyed hash of (seed, epoch, uid), so that neither the line order of the file
-nor a library's shuffle matters. Several files share out each batch by their weights.
+Prompts of one batch are distinct. The stream of a file walks epochs. Each epoch is a permutation of
+the file's prompts, ordered by a keyed hash of (seed, epoch, uid). So neither the order of lines nor
+a library's shuffle matters. Several files share out each batch by their weights.
 """
 
 from __future__ import annotations
@@ -183,10 +183,11 @@ class _Epochs:
         return (*found, *(self._epoch_order(epoch + 1)[:missing] if missing else ()))
 
     def _epoch_order(self, epoch: int) -> tuple[int, ...]:
-        """uids in the order of epoch `epoch`.
+        """Return uids in the order of epoch `epoch`.
 
-        Where a batch takes prompts from two epochs, those of the old epoch come right after that
-        batch in the new one: the batch stays distinct, and every uid still occurs once per epoch.
+        A batch may take prompts from two epochs. The new epoch then takes the old epoch's prompts
+        of that batch only after the batch. So the batch stays distinct, and every uid occurs once
+        per epoch.
         """
         if epoch not in self._epochs:
             start = max((known for known in self._epochs if known < epoch), default=-1)

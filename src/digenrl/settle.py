@@ -128,7 +128,7 @@ def with_allocation(composed: Composed, trainers: int, rollouts: int, advisor: A
 
     Raises:
         ValueError: the numbers contradict another key, or a rank would not fit into its GPU's
-            memory (with the estimate, the pool, and a change that fits if there is one).
+            memory. The message has the estimate, the pool, and a change that fits if there is one.
     """
     settings = composed.settings
     numbers: dict[str, Any] = {"allocation.trainers": trainers}
@@ -172,8 +172,8 @@ def with_allocation(composed: Composed, trainers: int, rollouts: int, advisor: A
 
 
 def steps_within_bound(settings: Settings, dimensions: int) -> int:
-    """Return the most denoising steps in one forward with which the rounding of replay stays below
-    what a run accepts (`rounding`); all trained steps where there is no ratio.
+    """Return the largest number of denoising steps in one forward for which replay rounds less than
+    a run accepts (`rounding`). Without a ratio these are all trained steps.
 
     Args:
         dimensions: numbers of a sample's latents.

@@ -112,8 +112,8 @@ class TrainBatch:
     """Usually one; more on a rank with a larger share, none on a replica that has nothing to
     train."""
     rewards: dict[str, Tensor]
-    """name -> [P, G] fp32 of the logical batch; NaN where a group is not complete yet or surplus
-    (never for a group in `blocks`), or a reward is missing. Evaluation-only rewards are present
+    """name -> [P, G] fp32 of the logical batch. NaN marks a missing reward, and a group that is
+    surplus or not complete yet (never a group in `blocks`). Evaluation-only rewards are present
     too."""
     reward_weights: dict[str, float]
     """name -> weight in the optimised sum; a reward absent here is only logged."""

@@ -6,7 +6,7 @@ gradient.
     found = loop.train(made)            # loss, backward, optimizer step; the step's metrics
 
 The policy, the rollout engine, the board of the step and the algorithm's LightningModule are those
-of a run; launcher, Strategy and Lightning's Trainer take no part, so that a breakpoint anywhere
+of a run. Launcher, Strategy and Lightning's Trainer take no part, so that a breakpoint anywhere
 stops everything. Samples, gradients and weights equal those of a run with the same settings on one
 rank (tests/api/test_loop.py).
 """

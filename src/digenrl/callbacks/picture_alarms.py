@@ -55,8 +55,8 @@ class Looks:
 
 
 def looks_of(media: Tensor) -> Looks:
-    """Measure uint8 media [N, (F,) C, H, W], a few samples at a time: all videos of an evaluation
-    in fp32 would take tens of gigabytes of the host."""
+    """Measure uint8 media [N, (F,) C, H, W], a few samples at a time. In fp32 all videos of an
+    evaluation would take tens of gigabytes of host memory."""
     parts = media.split(max(1, _AT_ONCE_BYTES // (4 * media[0].numel())))
     found = [
         (picture_detail(part), grid_strength(part))
