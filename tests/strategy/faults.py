@@ -76,8 +76,8 @@ class Fault(pl.Callback):
     point: a key of `POINTS`, before_join, after_join, or the dotted name of a method (of an
     extension, for example).
     rank: launch rank that must come to the point.
-    action: kill (SIGKILL), stop (SIGSTOP) or raise (in another process by SIGALRM, where that
-        raises); in its own process also hang, leave (exit with code 0), go (SIGTERM, and a rest
+    action: kill (SIGKILL), stop (SIGSTOP) or raise (in another process by SIGALRM, whose handler
+        raises). In its own process also hang, leave (exit with code 0), go (SIGTERM, then sleep
         until it is heard) or exhaust (take all memory).
     call: at the how-manieth passage.
     target: whom it happens to: self, launcher, or another launch rank.
