@@ -18,7 +18,7 @@ judge.
 
 student (task=student) distils the scenes' base into two steps, for experiment=scenes_fewstep. The
 base draws `pairs` pictures by the ODE of many steps. The student begins as the base, and learns to
-make each half of the way in one step (as in progressive distillation, arXiv:2202.00512). Distilling
+take each half of the way in one step (as in progressive distillation, arXiv:2202.00512). Distilling
 takes some minutes of an idle core.
 """
 
