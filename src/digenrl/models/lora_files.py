@@ -133,6 +133,7 @@ def digest_of(factors: Mapping[str, tuple[Tensor, Tensor]]) -> str:
     for name, (down, up) in sorted(factors.items()):
         state.update(f"{name} {tuple(down.shape)} {tuple(up.shape)}".encode())
         for part in (down, up):
+            # In fp32, so that equal numbers in another dtype have an equal digest.
             state.update(part.float().cpu().contiguous().numpy().data)
     return state.hexdigest()
 
@@ -254,6 +255,8 @@ def _layer_aliases(linears: Mapping[str, Size], names: Names | None) -> dict[str
                     whole = [block[0] + member for member in members]
                     if all(member in linears for member in whole):
                         table[target.format(block[1])] = whole
+    # The right operand wins: an exact name means its own layer, even if it equals another layer's
+    # name in kohya's spelling.
     return {name.replace(".", "_"): members for name, members in table.items()} | table
 
 
@@ -270,6 +273,7 @@ def _add_layer(
     turned: bool,
 ) -> None:
     """Add one layer of a file, which may be several of the network's."""
+    # Shapes come from the header, so that a wrong file costs no memory.
     down_size, up_size = (opened.get_slice(key).get_shape() for key in (layer.down, layer.up))
     # Layers that the file holds as one have one input, and their outputs one after the other.
     inputs, outputs = linears[members[0]][0], sum(linears[member][1] for member in members)
@@ -289,6 +293,7 @@ def _add_layer(
         found.wrong.append(f"{told}: values that are no finite floating-point numbers")
         return
     if turned:
+        # The halves are of the outputs, which are the rows of B.
         up = torch.cat(up.chunk(2)[::-1])
     # kohya's tools state alpha beside each layer, others once. Unstated, it is the rank.
     scale = stated if stated is not None else 1.0
@@ -365,6 +370,7 @@ def _stated_scale(file: Path, metadata: Mapping[str, str], keys: list[str]) -> f
         try:
             lora = read_plain(config)["model"]["lora"]
             return float(lora["alpha"]) / int(lora["rank"])
+        # A foreign YAML may fail in any way, and the remedy is the same.
         except Exception as error:
             raise LoraFileError(
                 f"{file} is of a run, whose alpha is in {config}, and that cannot be read "

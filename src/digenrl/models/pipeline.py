@@ -159,6 +159,7 @@ class DiffusersPolicy(Policy):
             self.path,
         )
         self._check_guidance(transformer, guidance_scale)
+        # Before the policy copies the network as its reference, so that both attend alike.
         self._attend_by(transformer, attention_backend or AUTO)
         # Before adapters are added, whose factors are never quantized.
         if quantize is not None:
@@ -193,8 +194,10 @@ class DiffusersPolicy(Policy):
         # An adapter names its layers; full fine-tuning would train the unread ones, too.
         if lora is None:
             self._freeze_unread()
+        # The blocks of a reference copy are among `wrap_units` now, and are compiled too.
         if compile:
             self._compile_blocks()
+        # Prompts of equal length, or each length would be compiled anew.
         self.keep_padding(compile)
         self._empty = empty
         self.shift, self.grid = shift, grid
@@ -229,7 +232,8 @@ class DiffusersPolicy(Policy):
             quantized.require_library(kind)
         hub_kernels.require_kernel(str(settings.get("attention_backend")))
         network = cls.network_config(settings)
-        # A packed token holds 2 x 2 latent pixels.
+        # A packed token holds 2 x 2 latent pixels. An image-to-video network takes more channels
+        # than it gives (noise, mask and first frame), so either number may match.
         channels = codec.channels * (4 if codec.packed else 1)
         if channels not in (network.get("in_channels"), network.get("out_channels")):
             raise ValueError(
@@ -244,6 +248,7 @@ class DiffusersPolicy(Policy):
     def outline(cls, settings: Mapping[str, object]) -> nn.Module:
         """Return the transformer without weights, its experts included."""
         config = cls.network_config(settings)
+        # A config.json also has keys of the library, such as _class_name.
         known = inspect.signature(cls.transformer_class).parameters
         with torch.device("meta"):
             networks = [
@@ -376,6 +381,7 @@ class DiffusersPolicy(Policy):
         width = getattr(self.transformer.config, "attention_head_dim", 128)
         # [B, heads, tokens, d] of a call without a mask.
         rows = torch.empty(1, 1, 128, width, dtype=self.dtype, device=device)
+        # A private function of torch: the public ones answer for CUDA alone.
         kernel = SDPBackend(torch._fused_sdp_choice(rows, rows, rows))
         return {"backend": "native", "kernel": kernel.name.lower()}
 
@@ -406,6 +412,8 @@ class DiffusersPolicy(Policy):
         spec = LoraSpec.from_config(lora)
         if len(spec.targets) != 1 or spec.targets[0] not in PRESETS:
             return spec
+        # Targets are patterns, in which a dot matches any letter. `expected` makes a layer that the
+        # network lacks an error.
         names = self.lora_names(config, spec.targets[0])
         return replace(spec, targets=tuple(re.escape(name) for name in names), expected=len(names))
 

@@ -69,6 +69,7 @@ class PromptStore:
         ) == _tensors_digest(found):
             return found
         logger.warning("%s is damaged or of another wording: it is encoded again", path)
+        # Another process may have removed the file first.
         path.unlink(missing_ok=True)
         return None
 
@@ -164,6 +165,7 @@ def _tensors_digest(condition: Condition) -> str:
     total = xxhash.xxh3_128()
     for key, value in sorted(condition.items()):
         total.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
+        # As bytes, because numpy has no bfloat16.
         total.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
