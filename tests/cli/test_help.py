@@ -20,7 +20,7 @@ COMMANDS = {
         "Number of groups in a fragment",
         "experiment ",
     ),
-    "plan": ("plan.show = 10", "whole number >= 1", "candidates printed", "schedule.gap = 1"),
+    "plan": ("plan.show = 10", "whole number >= 1", "candidates that are printed", "schedule.gap = 1"),
     "profile": ("pool = null", "Pool of the profile", "schedule.gap = 1"),
     "report": ("run = required", "path of a run directory"),
     "join": (

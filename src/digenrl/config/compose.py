@@ -84,6 +84,7 @@ class Words:
 
 def parse_words(words: Sequence[str]) -> Words:
     """Sort the words of a command line, and say what is wrong with them."""
+    # First of all, because options of the user's own are options below.
     named = list(own_directories(words))
     parsed = Words(
         [], [], tuple(path for path in named if path.is_dir()), list(_directory_problems(named))

@@ -72,6 +72,7 @@ def reaching_problems(tree: object, given: Collection[str]) -> Iterator[str]:
     for path, node in walk_nodes(tree):
         if not isinstance(node, Mapping):
             continue
+        # Such a key would look like another one in every message.
         yield from (
             f"{path}: has the key {str(key)!a}, which is no name; use printable characters."
             for key in node

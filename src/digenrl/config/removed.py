@@ -63,6 +63,7 @@ def present_name(target: str) -> str:
         'torch.optim.AdamW'
     """
     module, _, name = target.rpartition(".")
+    # A class that moved by itself wins over the move of its module.
     return _MOVED.get(target) or (f"{_MOVED[module]}.{name}" if module in _MOVED else target)
 
 

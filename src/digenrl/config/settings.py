@@ -190,6 +190,7 @@ class DataSettings(Closed):
     """Prompts of the evaluation. null: the training prompts."""
     prompts_per_batch: int = Field(ge=1, le=65536)
     """Number of groups in an RL step. Each group has one prompt."""
+    # Advantages compare samples, so a group has at least two.
     group_size: int = Field(ge=2, le=4096)
     """Number of samples in a group."""
     samples: Literal["generated", "files"]

@@ -203,6 +203,7 @@ def unconfirmed_hosts(
     Only hosts count that `stored` names and that `tree` (with the command line's changes) still
     names, at keys other than those `given` by the command line.
     """
+    # By host and not by key: a host that moved to another key is still the stored one.
     before, found = {host for _, host in _remote_hosts(stored)}, dict[str, str]()
     for path, host in _remote_hosts(tree):
         if host in before and host not in confirmed and not _is_given(path, given):

@@ -107,6 +107,8 @@ def is_allowed(target: str, allow: Sequence[str] = ()) -> bool:
     Args:
         allow: the packages that `allow_targets` names on the command line.
     """
+    # Our own packages are left out of `allow`: their classes are on the list, and the rest of them
+    # is no component.
     return target in known_components() or (
         target.partition(".")[0] not in _OWN and _lies_in(target, allow)
     )

@@ -74,6 +74,7 @@ Ports = Annotated[
 Auto = Literal["auto"]
 ABSENT: Any = None
 """Default of a key that a configuration need not have. The default is never read."""
+# Not blank alone.
 _Text = StringConstraints(pattern=r"\S")
 Text = Annotated[str, _Text, WithJsonSchema({"phrase": "text"})]
 Name = Annotated[

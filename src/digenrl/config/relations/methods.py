@@ -197,6 +197,7 @@ def _teacher_runs(get: View) -> Iterator[str]:
 
 def _untaught_prompts(asked: Any, teachers: dict[str, Any]) -> Iterator[str]:
     """Yield the first training prompt that no teacher knows."""
+    # null teaches every prompt.
     if any(teacher.get("prompts") is None for teacher in teachers.values()):
         return
     try:

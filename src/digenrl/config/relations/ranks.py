@@ -163,6 +163,7 @@ def _broadcast_members(get: View) -> Iterator[str]:
 def _pool_links(get: View) -> Iterator[str]:
     pools, seen = sorted(get("hardware.pools")), dict[frozenset[str], str]()
     for name, entry in get("hardware.links").items():
+        # A set, because a link has no direction.
         pair = frozenset(entry["between"])
         if len(pair) < 2 or not pair <= set(pools):
             yield (
