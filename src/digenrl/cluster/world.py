@@ -126,6 +126,7 @@ class RoleEnvironment(ClusterEnvironment):
         """Fixed by the role."""
 
     def local_rank(self) -> int:
+        # Each process has taken its GPU (`devices.take_gpu`), and Lightning gets this one alone.
         return 0
 
     def node_rank(self) -> int:

@@ -1,9 +1,9 @@
 """What an evaluation draws: the same prompts with the same noise every time, in pieces that any
 rank makes alike.
 
-A piece is one prompt with all its samples, or as many prompts as `sampling.eval.batch` samples
-have. A rank draws and scores a piece together. The numbers of an evaluation therefore do not depend
-on which rank made which piece.
+A piece is one prompt with all its samples, or several prompts if `sampling.eval.batch` has room for
+theirs. A rank draws and scores a piece as one batch. The numbers of an evaluation therefore do not
+depend on which rank made which piece.
 """
 
 from __future__ import annotations
@@ -78,19 +78,19 @@ class FixedSamples:
                 rank draws these samples. Only the first pieces of the evaluation keep theirs
                 (`Pictures.noisy`), so the numbers do not depend on which rank draws which piece.
         """
-        parts, compared = [], self.kl_samples if engine.policy.adapter.has_reference else 0
+        parts, kl_samples = [], self.kl_samples if engine.policy.adapter.has_reference else 0
         for place, number in enumerate(numbers):
             before_piece(number)
             asked = self.pieces[number], self.per_prompt, self.seed, self.steps
             made = engine.evaluate_prompts(
-                *asked, before_step, compared, noise and place < NOISY_PIECES
+                *asked, before_step, kl_samples, noise and place < NOISY_PIECES
             )
             # The sample was drawn only so that all ranks make equal forwards. It is not kept:
             # otherwise the numbers would depend on the rank.
             if number >= NOISY_PIECES:
                 made = replace(made, noisy=torch.full_like(made.noisy, torch.nan))
-            # [n, C, H, W] or [n, F, C, H, W]. Rounded here, so that files and statistics see one
-            # thing.
+            # [n, C, H, W] or [n, F, C, H, W]. Rounded here, so that files and statistics see the
+            # same values.
             media = made.media.mul(255.0).round().to(torch.uint8).cpu()
             scores = {name: values.float().cpu() for name, values in made.rewards.items()}
             parts.append(replace(made, media=media, rewards=scores))

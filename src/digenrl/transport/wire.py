@@ -1,7 +1,7 @@
 """Messages between ranks: a fixed, checked header and raw tensor bytes. No pickle, nothing
 executable.
 
-A message on the wire has four parts:
+A message on the wire has four parts, with numbers in big-endian order:
 
     b"DGRL" | kind u16 | meta length u32 | tensor count u16
     meta: a UTF-8 JSON object of plain values
@@ -84,6 +84,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 Buffers = list[memoryview]
+"""Pieces of a message that are written to the socket one after the other."""
 
 
 def on_host(message: Message) -> Message:
@@ -139,6 +140,7 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
         return buffer
 
     max_count = min(MAX_TENSORS, max_bytes)  # each counts at least a byte
+    # `number in MessageKind` raises before Python 3.12, so the check below asks the mapping.
     magic, kind, meta_size, count = _HEAD.unpack(take_bytes(_HEAD.size))
     if (
         magic != MAGIC
@@ -165,7 +167,7 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
     layout = _read_layout(names, take_bytes(_ROW.size * count), max_bytes)
     hasher = xxhash.xxh3_64() if kind == MessageKind.WEIGHTS else None
     tensors: dict[str, Tensor] = {}
-    # Weights are on their way to the device.
+    # Pinned, because weights go on to the device.
     pin = kind == MessageKind.WEIGHTS and accelerator.device_kind() != "cpu"
     for name, (dtype, shape) in zip(names, layout, strict=True):
         tensors[name] = torch.empty(shape, dtype=dtype, pin_memory=pin)
