@@ -92,8 +92,8 @@ class Context:
 
     @contextmanager
     def share_tokens(self) -> Iterator[None]:
-        """Inside, the ranks of a group compute forwards together, and repeat parts of them in the
-        backward pass."""
+        """Let the ranks of a group compute forwards together during the body, and repeat parts of
+        them in the backward pass."""
         context, plan = self._config.context_parallel_config, self._policy.context_plan
         for network in self._policy.all_networks():
             apply_context_parallel(network, context, plan)

@@ -120,7 +120,7 @@ class EvaluationWorker:
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Inside, the engine holds the weights of the open evaluation."""
+        """Give the engine the weights of the open evaluation during the body."""
         if not self._wanted:
             yield
             return
@@ -135,8 +135,8 @@ class Evaluations:
     """The trainers' part: opening an evaluation, and waiting for its pieces before the next update.
 
     Args:
-        receive: `Inbox.receive`.
-        agree: `Agreement.choose`.
+        receive: `Inbox.receive_message`.
+        agree: `Agreement.agree_on_choice`.
         publish: `Publisher.publish_evaluated`.
     """
 

@@ -85,7 +85,7 @@ def is_of_a_peer(error: BaseException) -> bool:
 
 
 def assert_equal_digests(own: str, trainers: int, version: int) -> None:
-    """Every trainer calls this with its digest of a version.
+    """Check that all trainers have the same digest of a version. Every trainer calls this.
 
     Raises:
         WeightsError: the replicas have drifted apart, so nothing that follows could be trusted.

@@ -71,7 +71,7 @@ class RolloutLoop(_FitLoop):
 
     @classmethod
     def in_place_of(cls, loop: _FitLoop, life: Callable[[], None]) -> RolloutLoop:
-        """The rollout loop of the same trainer; `life` is what it runs."""
+        """Return a rollout loop in place of the trainer's fit loop. `life` is what it runs."""
         # A checkpoint's counters belong to the epoch loop, which stays the same object.
         new = cls(loop.trainer, loop.min_epochs, loop.max_epochs)
         new.epoch_loop, new._data_source, new._life = loop.epoch_loop, loop._data_source, life
@@ -81,4 +81,4 @@ class RolloutLoop(_FitLoop):
         self._life()
 
     def teardown(self) -> None:
-        """Nothing was set up."""
+        """Do nothing: nothing was set up."""

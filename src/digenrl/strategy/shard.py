@@ -26,8 +26,8 @@ _PER_PARAMETER = "param_dtype_override_fn" in MixedPrecisionPolicy.__dataclass_f
 
 
 def mesh_of(sharding: str, trainers: int, group: int, device_type: str) -> DeviceMesh:
-    """The mesh of a sharding mode over the trainers' world; under hsdp `group` neighbours share one
-    copy.
+    """Return the mesh of a sharding mode over the trainers' world. Under hsdp `group` neighbours
+    share one copy.
 
     Raises:
         ValueError: hsdp with a number of trainers that is no multiple of the group.
@@ -45,8 +45,8 @@ def mesh_of(sharding: str, trainers: int, group: int, device_type: str) -> Devic
 
 
 def with_timeout(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
-    """`mesh`, whose collectives may take `timeout`: the groups that torch makes for it have a limit
-    of torch's own."""
+    """Return `mesh` after giving its collectives `timeout`. Its groups would have a limit of
+    torch's own."""
     for group in mesh.get_all_groups():
         group._get_backend(torch.device(mesh.device_type))._set_default_timeout(timeout)
     return mesh

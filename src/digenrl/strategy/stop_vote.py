@@ -81,8 +81,9 @@ class StopVote:
 
     @contextmanager
     def memory_guarded(self) -> Iterator[None]:
-        """Inside, too little memory on the device ends the run with the step before the one in
-        progress. The error itself is raised where the others cannot leave the step: it is partly
+        """Turn an out-of-memory error of the body into the end of the run at the step before.
+
+        The error itself is raised if the others cannot leave the step in progress: it is partly
         applied, or they wait in a collective for this trainer.
 
         Raises:

@@ -78,13 +78,15 @@ class TrainerStep:
 
     @contextmanager
     def tokens_shared(self) -> Iterator[None]:
-        """Inside, a context group computes together. Raises: see `StopVote.memory_guarded`."""
+        """Let a context group compute together during the body. Raises: see
+        `StopVote.memory_guarded`."""
         with self._stop_vote.memory_guarded(), self.together():
             yield
 
     @contextmanager
     def accumulate_gradients(self) -> Iterator[None]:
-        """Inside, a backward pass is of a micro-batch that is not the last one of its update."""
+        """Accumulate gradients without reducing them: for every micro-batch of an update except the
+        last."""
         self._accumulating = True
         shard.synchronise_gradients(self._policy, on=False)
         try:
@@ -96,7 +98,7 @@ class TrainerStep:
     def reduce_gradients(self) -> None:
         """End a micro-batch. After the last one of an update, reduce the gradients of all trainers:
         the one place that scales them (design, "Scaling of gradients"). Raises: see
-        `StopVote.begin`."""
+        `StopVote.begin_piece`."""
         self._shares.end_micro_batch()
         self._spans.progress.mark_progress()
         # In the middle of an update: gradients add up, and nothing is reduced.
