@@ -48,8 +48,9 @@ class AWM(WithOldPolicy):
         old_weight: float = 1.0,
         **common: Unpack[CommonArguments],
     ) -> None:
-        """matching, power: see `matching_value`. kl_weight .001 (GenEval), .003 (OCR), 1e-4
-        (PickScore) in the source, with old_weight 1 (`ema_beta`). seed keys the forward noise."""
+        """Take the settings of `algorithm`. `matching` and `power` are those of `matching_value`.
+        In the source `kl_weight` is 1e-3 (GenEval), 3e-3 (OCR) or 1e-4 (PickScore), and
+        `old_weight` is 1 (`ema_beta`). `seed` keys the forward noise."""
         super().__init__(
             policy,
             old_policy,
@@ -88,7 +89,7 @@ class AWM(WithOldPolicy):
     def cell_losses(
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
     ) -> Tensor:
-        """[b, K]."""
+        """Return the losses, [b, K]."""
         cells = noise_cells(block, range(block.samples), block.numbers, self.seed, STREAM)
         start = self._start_velocity(cells, batch)
         old = self.old_velocity(cells) if self.old_weight > 0 else None

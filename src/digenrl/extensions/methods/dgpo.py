@@ -102,7 +102,7 @@ class DGPO(WithOldPolicy):
     def cell_losses(
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
     ) -> Tensor:
-        """[G, K]."""
+        """Return the losses, [G, K]."""
         group = next(iter(batch.rewards.values())).shape[1]
         if block.samples != group:
             raise ValueError(

@@ -70,7 +70,7 @@ class Distillation(PolicyModule):
         divergence: Divergence = "gaussian",
         **common: Unpack[CommonArguments],
     ) -> None:
-        """teachers: name -> {run, prompts, weight}."""
+        """Take the settings of `algorithm`. `teachers` has name -> {run, prompts, weight}."""
         super().__init__(policy, **common)
         if divergence not in get_args(Divergence):
             raise ValueError(
@@ -101,7 +101,7 @@ class Distillation(PolicyModule):
     def cell_losses(
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
     ) -> Tensor:
-        """[b, K]."""
+        """Return the losses, [b, K]."""
         own, targets = self.policy.adapter.trained_parameters(), dict[str, Tensor]()
         for name, teacher in self.teachers.items():
             if teacher.uids is None or block.uid in teacher.uids:

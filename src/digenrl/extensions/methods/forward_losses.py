@@ -35,7 +35,7 @@ def nft_loss(
     beta: float,
     max_advantage: float,
 ) -> Tensor:
-    """DiffusionNFT's forward-process loss (rw*P + (1-rw)*N) * M/b per cell, [b, K].
+    """Return DiffusionNFT's forward-process loss (rw*P + (1-rw)*N) * M/b per cell, [b, K].
 
         v+ = b*v + (1-b)*v_old        v- = (1+b)*v_old - b*v        X+- = x_t - t*v+-
         P, N = mean_dims((X+- - x0)^2) / w+-        w+- = max(mean_dims|X+- - x0|, 1e-5)
@@ -66,11 +66,11 @@ def dpo_loss(
     reference_rejected: Tensor,
     beta: float,
 ) -> Tensor:
-    """Diffusion-DPO: -logsigmoid(-beta/2*((e_w - e_w_ref) - (e_l - e_l_ref))), e = mean_dims((v -
-    (eps - x0))^2).
+    """Return Diffusion-DPO's loss -logsigmoid(-beta/2*((e_w - e_w_ref) - (e_l - e_l_ref))), with e
+    = mean_dims((v - (eps - x0))^2).
 
-    Wallace et al. 2023, arXiv 2311.12908; yifan123/flow_grpo train_sd3_dpo.py:885-939 (beta 100).
-    All [pairs, K]; log 2 where the policy equals its reference.
+    From Wallace et al. 2023, arXiv 2311.12908; yifan123/flow_grpo train_sd3_dpo.py:885-939 (beta
+    100). All tensors are [pairs, K]. The loss is log 2 where the policy equals its reference.
     """
     return -functional.logsigmoid(
         -0.5 * beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
@@ -78,9 +78,10 @@ def dpo_loss(
 
 
 def flow_matching_loss(velocity: Tensor, noise: Tensor, clean: Tensor) -> Tensor:
-    """mean_dims((v - (eps - x0))^2), [b, K]: flow matching on data (Lipman et al. 2022, arXiv
-    2210.02747; SD3, arXiv 2403.03206), unweighted as Tencent-Hunyuan/UniRL algorithms/sft.py
-    (`FlowMatchSFT`) has it.
+    """Return mean_dims((v - (eps - x0))^2), [b, K]: flow matching on data.
+
+    From Lipman et al. 2022, arXiv 2210.02747, and SD3, arXiv 2403.03206. Unweighted, as in
+    Tencent-Hunyuan/UniRL algorithms/sft.py (`FlowMatchSFT`).
 
     velocity, noise [b, K, *L]; clean (x0) broadcastable to them.
     """

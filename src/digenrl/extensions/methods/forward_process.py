@@ -56,7 +56,7 @@ class OldPolicySchedule:
             )
 
     def decay_after(self, step: int) -> float:
-        """d after RL step `step` (0-based)."""
+        """Return d after RL step `step` (0-based)."""
         return min(max(step - self.delay, 0) * self.ramp, self.ceiling)
 
 
@@ -81,8 +81,8 @@ class ForwardProcess(PolicyModule):
         max_advantage: float,
         **common: Unpack[CommonArguments],
     ) -> None:
-        """seed keys the forward noise. kl_weight: of `kl_term`; 0 runs no base model.
-        max_advantage: bound of |A|."""
+        """Take the settings of `algorithm`. `seed` keys the forward noise. `kl_weight` is the
+        weight of `kl_term`, and 0 runs no base model. `max_advantage` bounds |A|."""
         super().__init__(policy, **common)
         if max_advantage <= 0 or kl_weight < 0:
             raise ValueError(

@@ -55,7 +55,7 @@ class RVM(ForwardProcess):
     def cell_losses(
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
     ) -> Tensor:
-        """[b, K]."""
+        """Return the losses, [b, K]."""
         own = uniform_levels(block, self.seed) if self.levels == "uniform" else None
         cells = noise_cells(block, range(block.samples), block.numbers, self.seed, STREAM, own)
         reference = self.base_velocity(cells) if self.kl_weight > 0 else None

@@ -31,12 +31,12 @@ class FirstFraction:
         check_fraction(self.fraction)
 
     def count_trained(self, steps: int) -> int:
-        """int(T*fraction) within 1..T-1."""
+        """Return int(T*fraction) within 1..T-1."""
         need_two(steps)
         return min(max(int(steps * self.fraction), 1), steps - 1)
 
     def plan_steps(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
-        """Same for every RL step."""
+        """Return the same plan for every RL step."""
         trained = tuple(range(self.count_trained(steps)))
         return StepPlan(with_untrained(trained, steps, self.untrained, self.last), trained)
 
@@ -101,7 +101,7 @@ class Window:
         return first + min(index * stride, room)
 
     def plan_steps(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
-        """Window start..start+size-1 as both SDE and trained steps."""
+        """Return the window start..start+size-1 as both SDE and trained steps."""
         start = self.window_start(seed, step, steps)
         window = tuple(range(start, start + self.size))
         return StepPlan(window, window)
