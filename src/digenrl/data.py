@@ -110,8 +110,8 @@ class PromptSampler:
         self._batches: dict[int, tuple[Prompt, ...]] = {}
 
     def prompts_at(self, step: int) -> tuple[Prompt, ...]:
-        """The P distinct prompts of RL step `step` (0-based); group g of the batch belongs to
-        prompt g."""
+        """Return the P distinct prompts of RL step `step` (0-based). Group g of the batch belongs
+        to prompt g."""
         if step < 0:
             raise ValueError(f"step = {step}: RL steps count from 0.")
         if step not in self._batches:
@@ -174,7 +174,8 @@ class _Epochs:
         self._epochs: dict[int, tuple[int, ...]] = {}
 
     def uids_between(self, first: int, last: int) -> tuple[int, ...]:
-        """uids of the stream's positions first .. last-1, which are one batch's: distinct."""
+        """Return the uids at the stream's positions first .. last-1. They belong to one batch and
+        are distinct."""
         if first == last:
             return ()
         epoch, start = divmod(first, len(self._uids))
@@ -236,6 +237,6 @@ class PromptData(pl.LightningDataModule):
         self.sampler = PromptSampler(self.prompts, settings.groups_per_step, seed, shares)
 
     def train_dataloader(self) -> range:
-        """A placeholder, which the Strategy replaces. (A tuple would be a collection of loaders to
-        Lightning.)"""
+        """Return a placeholder, which the Strategy replaces. (For Lightning a tuple would be a
+        collection of loaders.)"""
         return range(len(self.prompts))

@@ -1,5 +1,5 @@
-"""Parts from which `run.build` assembles a rank, and the checks of a configuration before any rank
-is started."""
+"""Parts from which `run.build_rank` assembles a rank, and the checks of a configuration before any
+rank is started."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from digenrl.transport.link import Link, LinkMaker, socket_link
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What every step of `run.build` reads. `build` fills it from its arguments, before anything is
+    """Input of every step of `run.build_rank`, filled from its arguments before anything is
     instantiated."""
 
     settings: Settings
@@ -299,7 +299,7 @@ def _check_lora(model: type[Policy], node: Mapping[str, Any]) -> None:
 
 
 def _import_target(settings: Settings, group: str) -> Any:
-    """What `_target_` of a group names."""
+    """Return the object that `_target_` of a group names."""
     name = settings.node_at(group)["_target_"]
     try:
         return get_object(name)

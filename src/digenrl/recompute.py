@@ -40,7 +40,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Recompute:
-    """Shares of the blocks by what they keep; the rest keep all."""
+    """Shares of the blocks by what they keep. The other blocks keep all."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -73,7 +73,7 @@ class Recompute:
         return some
 
     def modes_of(self, blocks: int) -> tuple[str, ...]:
-        """What each of `blocks` keeps, every mode spread evenly over the depth."""
+        """Return what each of `blocks` keeps. Every mode is spread evenly over the depth."""
         credit = dict.fromkeys(self.shares, 0.0)
         chosen = []
         for _ in range(blocks):
@@ -86,10 +86,11 @@ class Recompute:
 
 
 def parse_recompute(value: object) -> Recompute:
-    """`value` of `model.gradient_checkpointing`; auto means inputs where nobody has resolved it.
+    """Return what a value of `model.gradient_checkpointing` means. An auto that nobody has resolved
+    means inputs.
 
     Raises:
-        ValueError: none of the allowed values; says which are.
+        ValueError: the value is not allowed; the message lists those that are.
     """
     if isinstance(value, Recompute):
         return value

@@ -127,7 +127,8 @@ class TrainBatch:
     block.version."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TrainBatch:
-        """The batch with every tensor on `device` (Lightning's batch transfer calls this)."""
+        """Return the batch with every tensor on `device` (Lightning's batch transfer calls
+        this)."""
         return move_tensors(self, device, non_blocking)
 
 
@@ -142,7 +143,7 @@ class Trajectory(Transitions):
 
 
 def move_tensors(value: _T, device: torch.device | str, non_blocking: bool = False) -> _T:
-    """`value` with every tensor inside dataclasses, dicts and tuples on `device`."""
+    """Return `value` with every tensor inside dataclasses, dicts and tuples on `device`."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=non_blocking)  # type: ignore[return-value]
     if isinstance(value, dict):

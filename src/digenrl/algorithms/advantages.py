@@ -89,8 +89,11 @@ class Advantage:
         return ~torch.stack([_constant_groups(part) for part in parts]).all(dim=0)
 
     def __call__(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Advantages:
-        """rewards: name -> [P, G], NaN = missing; weights: the optimised ones. Raises ValueError on
-        a name in `weights` without rewards."""
+        """Return the advantages of a batch.
+
+        `rewards` has name -> [P, G], in which NaN marks a missing reward. `weights` names the
+        optimised rewards. Raises ValueError on a name in `weights` without rewards.
+        """
         missing = sorted(set(weights) - set(rewards))
         if missing or not weights:
             raise ValueError(

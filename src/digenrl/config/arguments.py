@@ -130,7 +130,8 @@ def _parameter_names(function: ast.FunctionDef) -> tuple[str, ...]:
 
 
 def _passes_on(function: ast.FunctionDef) -> bool:
-    """Whether a constructor hands its **kwargs to that of its base, and uses them nowhere else."""
+    """Return whether a constructor hands its **kwargs to its base's constructor, and uses them
+    nowhere else."""
     kwargs = function.args.kwarg
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     handed = [

@@ -274,8 +274,8 @@ def _remote_hosts(tree: object) -> Iterator[tuple[str, str]]:
 
 
 def _is_host(address: str) -> bool:
-    """Whether Ray's `address` names a machine, not a cluster to be found or started on this
-    machine, nor a URL."""
+    """Return whether Ray's `address` names a machine. URLs and clusters on this machine do not
+    count."""
     return address not in ("", "auto", "local") and "://" not in address
 
 

@@ -169,7 +169,7 @@ class FlowSDE(Kernel):
     def moments(
         self, x: Tensor, v: Tensor, s: Tensor, s1: Tensor, guard: Tensor, sqrt_h: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.moments`; `guard` is d."""
+        """Return the moments of `Kernel.moments`; `guard` is d."""
         std = self.noise_level * torch.sqrt(s / (1.0 - guard))
         if self.max_scale is not None:
             # S = std * sqrt(h) <= max_scale

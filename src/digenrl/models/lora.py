@@ -188,7 +188,7 @@ def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
         )
     for name, module in adapted.items():
         factor = module.lora_A[ADAPTER].weight  # type: ignore[attr-defined]
-        if not factor.is_meta:  # `deferred.fill` draws those
+        if not factor.is_meta:  # `deferred.fill_parameters` draws those
             factor.data.copy_(first_factor(spec, name, factor.shape[1]))
         scale = module.scaling[ADAPTER]  # type: ignore[attr-defined]
         if scale != spec.alpha / spec.rank:

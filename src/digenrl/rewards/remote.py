@@ -61,7 +61,7 @@ class _Retry(Exception):
         status: int | None = None,
         after_s: float | None = None,
     ) -> None:
-        """status: None = no answer came."""
+        """Keep the HTTP status; None = no answer came."""
         super().__init__(f"{endpoint.url}: {cause}")
         self.endpoint, self.status, self.after_s = endpoint, status, after_s
 

@@ -31,8 +31,8 @@ def noisy_trajectories(
     kernel: Kernel = KERNEL,
     before_forward: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
-    """Trajectories with noise in every step, and how much likelier they are to be the policy's than
-    the base model's.
+    """Draw trajectories with noise in every step, and measure how much likelier the policy makes
+    them than the base model.
 
     By the chain rule this is the sum over transitions of their KL divergences, |difference of
     means|^2 / (2 S^2). By the data processing inequality it bounds the divergence of the samples

@@ -108,7 +108,7 @@ class Scheduler:
         spec: the schedule.
         roles: which ranks train and which generate.
         plan: version -> the tasks that ranks with this version generate, in claim order
-            (`order.queue`, or an override of it).
+            (`order.version_queue`, or an override of it).
         record: called with every event and decision.
     """
 

@@ -2,9 +2,9 @@
 trajectories.
 
     trainer 0                                          rollout rank
-    publish: bucket 0, 1, ..., then the digest  -->    Arrivals.add, until the digest has come and matches  -->  adopt
-                                                       (one rank of a node passes each message on inside it: the link)
-    other trainers: attest (replicas) or take_part (shards); they keep no copy
+    publish: bucket 0, 1, ..., then the digest  -->    Arrivals.add_message, until the digest matches  -->  adopt
+                                                       (the link of one rank of a node passes each message on)
+    other trainers: compute_digest (replicas) or take_part (shards); they keep no copy
 
 Version v is the weights after v logical batches. LoRA runs send the adapter alone. Every run sends
 the dtypes that rollouts hold: 16 bit if they compute in it. Of a run's initial weights only the
