@@ -61,7 +61,7 @@ def rows_of_both_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def conditioning(policy: DiffusersPolicy, device: torch.device = CUDA) -> dict[str, Tensor]:
-    """Return the conditioning of a prompt and of its negative prompt, as `Policy.encode` does."""
+    """Return the conditioning of a prompt and of its negative prompt, as `Codec.encode` does."""
     made = {
         key: torch.ones(
             1, *shape, device=device, dtype=torch.bool if key.endswith("mask") else policy.dtype
