@@ -210,7 +210,7 @@ def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
 
 def table(study: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield Markdown lines with a row per variant: the least, the median and the largest value over
-    seeds. `algorithms` adds the rise of judge B, `async` the paired losses. `fewstep` has the
+    seeds. The last column is the rise of judge B, or its paired losses for `async`. `fewstep` has
     held-out numbers instead, by method and by run."""
     if study == "fewstep":
         yield from held_out_table(rows)

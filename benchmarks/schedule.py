@@ -10,12 +10,13 @@ plot, in benchmarks/results/. Then it prints every schedule of every case. The s
 the CPU seconds of a plan for each of the paper's testbeds and models, with the winners, and keeps
 nothing.
 
-All GPUs are counted. `colocated naive` is what published loops do: an equal split, one denoising step per forward, the
-published task size, the fastest of ddp, hsdp and fsdp that fits. `colocated` is the best colocated
-run that the planner finds, `best on-policy` and `best async` the best of everything in the table
-and of the planner's candidates. Each disaggregated row searches its own allocation, sharding, task
-size and K, so that no mechanism is credited with a better split. `mechanisms=false` leaves these
-rows out and takes half of the time. Why bars are missed is in docs/planner.md.
+All GPUs are counted. `colocated naive` is what published loops do: an equal split, one denoising
+step per forward, the published task size, the fastest of ddp, hsdp and fsdp that fits. `colocated`
+is the best colocated run that the planner finds, `best on-policy` and `best async` the best of
+everything in the table and of the planner's candidates. Each disaggregated row searches its own
+allocation, sharding, task size and K, so that no mechanism is credited with a better split.
+`mechanisms=false` leaves these rows out and takes half of the time. Why bars are missed is in
+docs/planner.md.
 """
 
 from __future__ import annotations
