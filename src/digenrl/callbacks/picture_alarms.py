@@ -49,7 +49,7 @@ class Looks:
     """What alarms compare of N pictures or videos."""
 
     detail: Tensor
-    """[N], see `digenrl.rollout.engine.detail`."""
+    """[N], see `digenrl.rollout.engine.picture_detail`."""
     grid: Tensor
     """[N], see `grid_strength`."""
 

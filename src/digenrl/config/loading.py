@@ -68,8 +68,8 @@ class Composed:
     notes: tuple[str, ...]
     """Messages for the user that are not errors (duplicate prompts)."""
     planned: Mapping[str, Any] | None = None
-    """What the planner promises of the run that it chose (`digenrl.settle.allocated`), for its
-    records."""
+    """What the planner predicts for the run that it chose (`Advisor.choose_schedule`), for the
+    run's records."""
 
     def with_values(self, values: Mapping[str, object]) -> Self:
         """Return the configuration with other values, dotted key -> value."""
