@@ -6,7 +6,7 @@ arguments. A few arguments reach further than the run: `tests/reachable.py` find
 of every such class. Each such argument obeys one of two rules.
 
 - If it names code or a process, it counts on the command line alone, as `allow_targets` does.
-Neither a stored config.yaml nor a file of a `--config-dir` can set it.
+  Neither a stored config.yaml nor a file of a `--config-dir` can set it.
 - If it names a file of the run, it is a plain name without folders, wherever it comes from.
 """
 

@@ -6,7 +6,7 @@ of three:
 - A class in `ROOMS` that a file of the shipped configs/ names.
 - A class in `FOREIGN`.
 - Anything public in a package that `allow_targets` names on the command line. Our own packages are
-excepted.
+  excepted.
 
 So commands, functions and whatever calls something by another name (`class_path`,
 `hydra.utils.get_method`) are no components. A configuration directory of the user's own adds

@@ -375,7 +375,7 @@ class DiffusersPolicy(Policy):
         self.attention_backend = backend
 
     def attention_used(self, device: torch.device) -> dict[str, str]:
-        """See `Policy.attention_used`."""
+        """Return what `Policy.attention_used` says."""
         if self.attention_backend != AUTO:
             return {"backend": self.attention_backend}
         width = getattr(self.transformer.config, "attention_head_dim", 128)

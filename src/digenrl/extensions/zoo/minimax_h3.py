@@ -267,7 +267,7 @@ class MiniMaxH3Policy(DiffusersPolicy):
         return sound * plain / (1.0 + (sound - 1.0) * plain)
 
     def paced(self, velocity: Tensor, sigmas: Tensor, following: Tensor) -> Tensor:
-        """See `Policy.paced`."""
+        """Return the velocity as `Policy.paced` says."""
         steps = self.sound_levels(following) - self.sound_levels(sigmas)
         ratio = (steps / (following - sigmas)).view(-1, 1, 1).to(velocity)
         return torch.cat(
