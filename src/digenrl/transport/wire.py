@@ -1,7 +1,7 @@
 """Messages between ranks: a fixed, checked header and raw tensor bytes. No pickle, nothing
 executable.
 
-A message on the wire has four parts, with numbers in big-endian order:
+A message on the wire has four parts. The numbers of head and table are big-endian:
 
     b"DGRL" | kind u16 | meta length u32 | tensor count u16
     meta: a UTF-8 JSON object of plain values
