@@ -26,26 +26,26 @@ def find() -> torch.device:
 
 
 def name(device: torch.device) -> str:
-    """As its driver calls it."""
+    """Return a device's name, as its driver reports it."""
     if not accelerator.is_own(device):
         return "cpu"
     return str(torch.get_device_module(device).get_device_name(device))
 
 
 def short_name(device: torch.device) -> str:
-    """For file names: h200 of "NVIDIA H200"."""
+    """Return a name for files, such as h200 for "NVIDIA H200"."""
     words = re.sub(r"[^a-z0-9]+", "_", name(device).lower()).strip("_")
     return words.removeprefix("nvidia_")
 
 
 def wait(device: torch.device) -> None:
-    """Until the work that was given to `device` is done."""
+    """Wait until the work that was given to `device` is done."""
     if accelerator.is_own(device):
         torch.accelerator.synchronize(device)
 
 
 def release(device: torch.device) -> None:
-    """Free what nobody holds."""
+    """Free memory that nobody holds."""
     gc.collect()
     if accelerator.is_own(device):
         torch.accelerator.empty_cache()

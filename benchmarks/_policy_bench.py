@@ -62,15 +62,16 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Build:
-    """How a policy is built; its measurements share it."""
+    """How a policy is built. Measurements with equal builds share a policy."""
 
     compiled: bool = False
     kept: str = "inputs"
-    """Of `GRADES`."""
+    """Key of `GRADES`: what blocks keep."""
     full: bool = False
-    """All weights are trained, in place of LoRA."""
+    """Whether all weights are trained, in place of LoRA."""
     tiling: bool | None = None
-    """Of the decoder, where encoders and decoder are measured; None = the transformer is."""
+    """Whether the decoder works in tiles, if encoders and decoder are measured. None: the
+    transformer is measured."""
 
     @property
     def words(self) -> list[str]:
@@ -93,7 +94,7 @@ class Unit:
     model: str
     build: Build
     stage: str
-    """Of `MEASURES`."""
+    """Key of `MEASURES`."""
     engine: str = EAGER
     samples: int = 1
     steps: int = 1
@@ -101,7 +102,7 @@ class Unit:
 
     @property
     def key(self) -> str:
-        """Its name among the results."""
+        """Name of the unit among the results."""
         build = self.build
         trained = "full" if build.full else "lora"
         what = (

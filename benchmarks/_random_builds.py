@@ -3,8 +3,8 @@ file, no download.
 
 Inside `random_weights` the two places where a policy reads weights (one component of diffusers; a
 pipeline's text encoders) make them instead. Parameters are built on the meta device and filled
-where they stay, so that nothing is held twice; tokenizers and the scheduler's configuration are
-those of the tiny builds.
+where they stay, so that nothing is held twice. Tokenizers and the scheduler's configuration come
+from the tiny builds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ FAMILY = {
 }
 """Model (configs/model) -> family, of those that are measured."""
 STD = 0.02
-"""Of matrices, as most transformers are initialised; vectors that scale are 1, all others 0."""
+"""Standard deviation of matrices, as most transformers are initialised. Vectors that scale are 1,
+all others 0."""
 
 
 @contextmanager

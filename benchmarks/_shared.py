@@ -93,7 +93,7 @@ class Report:
         self.table(columns)
 
     def table(self, columns: Sequence[str]) -> None:
-        """Begin a table (the first one, or one more)."""
+        """Begin a new table."""
         self._widths = [len(column) for column in columns]
         self._lines.append("")
         self._print(columns)

@@ -2,11 +2,10 @@
 
     python -m benchmarks.calibration [rows=FILE]
 
-`rows` is a CSV of the layout of src/digenrl/extensions/planner/published.csv, which is the default:
-family, parameters in billions, pixels, frames, steps, passes of guidance, batch, GPU, engine,
-measured figure, its unit, its source, and for training rows (may be left out): trained weights
-(full, or the rank of LoRA), GPUs that share the weights, K (time steps in a forward), recomputation
-(auto, true, false) and GiB of a GPU.
+`rows` is a CSV with the columns of src/digenrl/extensions/planner/published.csv, the default: family,
+parameters in billions, pixels, frames, steps, passes of guidance, batch, GPU, engine, measured
+figure, unit, source. Training rows may add: trained weights (full, or the rank of LoRA), GPUs that
+share the weights, K (time steps in a forward), recomputation (auto, true, false), GiB of a GPU.
 
 | unit | figure |
 |---|---|
@@ -18,9 +17,10 @@ measured figure, its unit, its source, and for training rows (may be left out): 
 
 Forward and training rows are printed apart. `seen` rows stand in published.csv, and the planner's
 figures (gpus.py) were chosen with them in view. `held out` is the same ratio with figures fitted
-anew, without any row of that row's source: generate, attention and fused_attention of the kind of
-GPU for a forward, train and hidden of all GPUs for a trained step. Rows that are not seen are held
-out by themselves. A row of an unknown model or GPU is named, and not counted.
+anew, without any row of that row's source. For a forward these are generate, attention and
+fused_attention of the kind of GPU. For a trained step they are train and hidden of all GPUs. Rows
+that are not seen are held out by themselves. A row of an unknown model or GPU is named, and not
+counted.
 """
 
 from __future__ import annotations

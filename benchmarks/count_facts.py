@@ -1,12 +1,16 @@
 """Count what the planner's cost and memory model needs, and write it into the facts files beside
 the adapters.
 
-`python -m benchmarks.count_facts [model ...]` (default: all): parameters and LoRA parameters on the
-meta device at real size; bytes that blocks keep of a forward for its backward pass, by what is
-trained and what blocks keep (`digenrl.recompute`), and the bytes beside them at the peak of both
-passes, on fake tensors at real width, as a GPU would keep them; FLOPs of one forward and of one decode with torch's flop
-counter on the meta device; bytes of a decode, in tiles where the model's option says so.
-Some minutes on one core, no download.
+    python -m benchmarks.count_facts [model ...]        (default: all models)
+
+- Parameters and LoRA parameters, on the meta device at real size.
+- Bytes that blocks keep of a forward for its backward pass, by what is trained and what blocks keep
+  (`digenrl.recompute`), and the bytes beside them at the peak of both passes. Fake tensors at real
+  width stand for those of a GPU.
+- FLOPs of one forward and of one decode, by torch's flop counter on the meta device.
+- Bytes of a decode, in tiles if the model's option says so.
+
+A model takes some minutes on one core, without a download.
 """
 
 from __future__ import annotations
@@ -36,10 +40,10 @@ from digenrl.models.lora import LoraSpec, inject_lora
 from digenrl.recompute import ALL, INPUTS, MODES, parse_recompute
 
 PRESETS = {"attn": "attention", "attn_ff": "attention_ff"}
-"""Of adapters: key of the facts -> value of `model.lora.targets`."""
+"""Key of the facts -> value of `model.lora.targets`, for adapters."""
 CASES = ((2, 32, 256), (2, 64, 256), (2, 32, 512), (4, 32, 256))
-"""(rows, tokens of a side, text tokens) whose bytes give the four coefficients. Of a single row
-PyTorch need not copy everything that it copies of several."""
+"""(rows, tokens of a side, text tokens) of the cases whose bytes give the four coefficients. No
+case has a single row, for which PyTorch copies less."""
 MANY_TOKENS = (1, 32, 64)
 """The case whose FLOPs are counted: in earnest there are far more latent tokens than text
 tokens."""
@@ -49,7 +53,7 @@ there, as it does on the CPU, and autocast has a list of operators of its own.""
 BACKWARD = "cpu"
 """Backward passes are counted on this device: none runs on one without a driver."""
 RANK = 64
-"""Of the adapters whose activations are counted."""
+"""Rank of the adapters whose activations are counted."""
 HEAD = "# Counted by `python -m benchmarks.count_facts MODEL`."
 
 
@@ -339,7 +343,7 @@ def tables(model: nn.Module) -> int:
 
 
 def lists(model: nn.Module) -> list[nn.ModuleList]:
-    """Of blocks, of one network or of both experts."""
+    """Return the lists of blocks, of one network or of both experts."""
     found = [part for part in model.children() if isinstance(part, nn.ModuleList)]
     return found or [part for network in model.children() for part in lists(network)]
 
@@ -377,8 +381,8 @@ def _decode_peak(vae: Any, policy: Any) -> int:
 
 
 def decoder(name: str) -> dict[str, Any]:
-    """Return the parameters of the autoencoder, the FLOPs of one decode per 8 x 8 pixels of an
-    output frame, and the bytes of one decode beside its weights."""
+    """Return the counts of the autoencoder: parameters, FLOPs of a decode per 8 x 8 pixels of an
+    output frame, and bytes of a decode beside the weights."""
     facts = _families.models()[name]
     frames, rows, columns = facts.decoded
     codec = _families.adapter(facts).codec_class

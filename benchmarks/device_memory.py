@@ -9,10 +9,10 @@ units of blocks deep. Its sizes are counted as those of published builds are
 By default every family is run: `FAMILIES` in all `CASES`, the others in a `FEW` of them. Then each
 decoder that takes whole pictures decodes at published width.
 
-What was counted and held is kept in benchmarks/results/device_memory.jsonl, and only what is not
-there is counted (a minute or two of a core for each model) and run (a minute for each case);
-`again` takes it anew for the named experiments. The table that is printed has every case that is
-kept, with the plan as it is now. Needs g++.
+Counts and held bytes are kept in benchmarks/results/device_memory.jsonl. Only missing models are
+counted (a minute or two of a core), and only missing cases are run (a minute each). `again` repeats
+this for the named experiments. The printed table has every kept case, with the plan as it is now.
+Needs g++.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ OTHERS = ("flux1_kontext_flowgrpo", "flux2_klein_flowgrpo", "zimage_flowgrpo",
 DEFAULTS = {"experiments": ",".join((*FAMILIES, *OTHERS)), "decoders": "all", "again": ""}
 WIDTH, DEPTH = 2, 4
 AIM = 0.95, 1.15
-"""Of the plan over what is held (issue 28)."""
+"""Bounds of planned over held bytes (issue 28)."""
 KEPT = RESULTS / "device_memory.jsonl"
 COUNTS, DECODER = "counts", "decoder"
 Kept = dict[tuple[str, str], dict[str, Any]]
-"""(experiment, case's name) -> role -> bytes that a rank held; (experiment, COUNTS) -> what was
-counted; (model, DECODER) -> planned and held bytes."""
+"""(experiment, name of a case) -> role -> bytes that a rank held. (experiment, COUNTS) -> counts.
+(model, DECODER) -> planned and held bytes."""
 HEAD = """| model | rank | sharding | trained | blocks keep | samples of a task | steps in a forward \
 | plan MiB | held MiB | plan / held |
 |---|---|---|---|---|---|---|---|---|---|"""

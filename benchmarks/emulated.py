@@ -7,19 +7,19 @@ sleeping networks.
 Every GPU of the testbed is a process of `digenrl.cli.train` with `hardware.emulate=true`;
 `time_scale` makes a step last about `--seconds`, and three steps are measured after one that warms
 up. The prediction is the simulator's, with the same sleeps and with this machine's own overheads in
-place of the profile's links and optimizer. The overheads come from two short runs apart with as
-many ranks (`overheads`; one has rollouts, in the other every rank generates and trains), never from
-the runs compared.
+place of the profile's links and optimizer. The overheads come from two short separate runs with as
+many ranks (`overheads`), never from the runs compared. One has rollouts, in the other every rank
+generates and trains.
 
-Stated subset: trainers that each hold the whole model (ddp), because sharded ones would gather tiny
-tensors where the real ones gather gigabytes; advantages of each group by itself; the allocation of
-each schedule is the simulator's best. `of bound` is the bound of the testbed, in which
-communication, recomputation and fill are free, over the measured step.
+Limits: trainers each hold the whole model (ddp), because sharded ones would gather tiny tensors
+where real ones gather gigabytes. Advantages are of each group by itself. The allocation of each
+schedule is the simulator's best. `of bound` is the bound of the testbed, in which communication,
+recomputation and fill are free, over the measured step.
 
-A case takes minutes, so its result is kept as a line of benchmarks/results/emulated.jsonl: the
-command runs what is missing there (`--again` runs everything) and writes the dated table of all
-there is. A machine that is busy with other work adds to the measured steps; `cores busy` is what
-the run itself asked for.
+A case takes minutes, so its result is kept as a line of benchmarks/results/emulated.jsonl. The
+command runs the missing cases (`--again` runs all) and writes a dated table of every case. A
+machine that is busy with other work adds to the measured steps; `cores busy` is what the run itself
+asked for.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ WARM_UP, STEPS = 1, 3
 PER_GROUP = "algorithm.advantage.std=group"
 """Deviations over the whole batch, which some recipes take, would leave nothing for GAP to do."""
 STEP_SLEEP = 0.06 / 16
-"""Seconds of a denoising step, times the ranks, in the run that measures overheads: with more ranks
-each is slower, so that the machine has as many events per second, of the order of the compared
-runs', and its cores do not fill up."""
+"""Seconds of a denoising step per rank of the run, in the run that measures overheads. With more
+ranks each step is longer. So the machine has the same number of events per second, of the order of
+the compared runs', and its cores do not fill up."""
 RESULTS = Path(__file__).parent / "results"
 KEPT = RESULTS / "emulated.jsonl"
 
@@ -83,18 +83,19 @@ class Overheads:
     """Real seconds that a machine adds to an emulated rank's sleeps (`overheads` measures them)."""
 
     task: float = 0.0
-    """Of a task beside its denoising steps: claim, conditioning, decode, scoring."""
+    """Seconds of a task beside its denoising steps: claim, conditioning, decode, scoring."""
     step: float = 0.0
-    """Of one denoising step."""
+    """Seconds added to a denoising step."""
     micro_batch: float = 0.0
-    """Of one micro-batch: Lightning's loop, loss, backward."""
+    """Seconds of a micro-batch: Lightning's loop, loss, backward."""
     update: float = 0.0
     """Gradient reduction and optimizer step."""
     publish: float = 0.0
     """Copy and digest of the published weights, before the trainers go on."""
     weights: float = 0.0
-    """From there until a rollout rank has adopted them. Negative where rollouts are ready first: the
-    buckets leave while trainer 0 still copies, and its span ends after theirs."""
+    """Seconds from the end of `publish` until a rollout rank has adopted the weights. Negative if
+    rollouts are ready first: buckets leave while trainer 0 still copies, and its span ends after
+    theirs."""
     deliver: float = 0.0
     """A finished task on its way to the trainers."""
     turn: float = 0.0
@@ -284,8 +285,9 @@ def published(run_dir: Path) -> list[float]:
 
 
 def overheads(testbed: str, colocated: bool, output: Path) -> Overheads:
-    """What this machine adds to sleeps when it runs as many ranks as `testbed` has GPUs: half of
-    them trainers, or all (`colocated`), whose rounds of generation begin at one moment.
+    """Measure what this machine adds to sleeps when it runs as many ranks as `testbed` has GPUs.
+    Half of the ranks are trainers. With `colocated` all are, and begin their rounds of generation
+    together.
 
     A run of its own: another group size and other lengths than any of the runs compared. Each
     figure is the mean of (span - sleep): ranks that wake up together queue for the cores, and the
@@ -372,7 +374,7 @@ def _pairs(spans: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], di
 
 
 def _turns(spans: dict[tuple[str, str], list[dict[str, Any]]]) -> Iterator[float]:
-    """Of each trainer and RL step, the seconds from its publication to what it does next."""
+    """Yield, for each trainer and RL step, the seconds from its publication to its next span."""
     for rank in {span["rank"] for span in spans["trainer", "train"]}:
         own = sorted(
             (float(span["start"]), float(span["end"]), stage)
@@ -388,7 +390,7 @@ def _turns(spans: dict[tuple[str, str], list[dict[str, Any]]]) -> Iterator[float
 
 
 def _until_sent(decode: dict[str, Any], sends: Sequence[dict[str, Any]]) -> float:
-    """From the end of a decode until its rank has sent the next result."""
+    """Return the seconds from the end of a decode until its rank has sent the next result."""
     own = [
         span for span in sends if span["rank"] == decode["rank"] and span["start"] >= decode["end"]
     ]

@@ -6,8 +6,8 @@ engine generates a task and its own algorithm trains that task's cells. The leas
 one forward of one sample per denoising step, and per evaluation of the network that the loss is
 made of. Of every product only the rows count that a gradient of the velocity reaches. Padding that
 nobody reads is waste, and so is text that the last blocks drop. In the backward pass, the gradient
-of an input is needed where the input depends on trained weights, and that of a weight where the
-weight is trained. A ratio of 1.00 means that nothing is computed twice or for nothing.
+of an input is needed if the input depends on trained weights. The gradient of a weight is needed if
+the weight is trained. A ratio of 1.00 means that nothing is computed twice or for nothing.
 
 Encoding, decoding and scoring are left out; a run does each once per sample. PyTorch's plain
 attention is used, whose backward pass recomputes nothing.
@@ -171,7 +171,7 @@ class Products(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Needed:
-    """FLOPs of one sample at one noise level: needed, and executed."""
+    """Needed and executed FLOPs of a sample at a noise level."""
 
     forward: float
     executed: float

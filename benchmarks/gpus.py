@@ -70,7 +70,7 @@ class PlantedFault(pl.Callback):
 
 @dataclass(frozen=True)
 class Step:
-    """One run, and how it must end."""
+    """A run with its expected end."""
 
     name: str
     trainers: int
@@ -158,7 +158,7 @@ def judge(step: Step, words: Sequence[str], folder: Path, seconds: float) -> dic
     """Run a step and return what the page says of it.
 
     Raises:
-        AssertionError, TimeoutError: it ended otherwise than it must.
+        AssertionError, TimeoutError: the run did not end as expected.
     """
     began = time.monotonic()
     chosen = f"experiment={step.experiment}"

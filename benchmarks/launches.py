@@ -3,8 +3,8 @@
     python -m benchmarks.launches [family ...]
 
 Real classes at published size with an adapter on attention and feed-forward, two samples, and two
-branches where the family guides by a negative prompt. Nothing is computed: tensors are fake
-and lie on a GPU that does not exist, those of a backward pass on a processor that does not, because
+branches where the family guides by a negative prompt. Nothing is computed: tensors are fake and lie
+on a GPU that does not exist. In a backward pass they lie on a fake processor instead, because
 autograd asks CUDA for its driver. An operator that makes or fills a tensor counts as one launch.
 Some launch more on a GPU (a split product, a sum in two passes), so that these are least numbers.
 Compiled blocks launch fewer, and are not counted.

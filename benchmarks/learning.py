@@ -14,7 +14,7 @@ Studies:
 
 Every run is `python -m digenrl.cli.train ...`; further key=value words go to all of them. Finished
 runs are kept in RUNS/<study>.jsonl and not repeated, so that a stopped study continues. Writes
-benchmarks/results/learning_<study>.md and .png. One run takes one to two minutes on two idle cores.
+benchmarks/results/learning_<study>.md and .png. A run takes a minute or two on two idle cores.
 """
 
 from __future__ import annotations
@@ -81,9 +81,10 @@ FACTS = (
 )
 """What is kept of a run's summary.json."""
 HELD_OUT = ("perfect", "judge", "diversity_ratio", "place_ratio", "sharpness", "kl")
-"""What is kept of a student's last evaluation, whose prompts are half of unseen kinds: shares of
-samples of which all assertions hold, by the reward's judge and by another; spreads and detail
-relative to drawn scenes and to the student's start; nats to the base model."""
+"""Numbers kept of a student's last evaluation, in which half of the prompts are of unseen kinds.
+The first two are shares of samples for which all assertions hold, by the reward's judge and by
+another judge. Then come spreads and detail, relative to drawn scenes and to the student's start,
+and nats to the base model."""
 
 
 @dataclass(frozen=True)
@@ -208,9 +209,9 @@ def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
 
 
 def table(study: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Markdown lines: a row per variant, with the least, the median and the largest value over
-    seeds; beside it the rise of judge B, for `async` the paired losses. For `fewstep` what is held
-    out, by method and by run."""
+    """Yield Markdown lines with a row per variant: the least, the median and the largest value over
+    seeds. The last column is the rise of judge B, or its paired losses for `async`. `fewstep` has
+    held-out numbers instead, by method and by run."""
     if study == "fewstep":
         yield from held_out_table(rows)
         return

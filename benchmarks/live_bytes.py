@@ -55,9 +55,9 @@ class Bytes:
     """What a forward held; weights excluded."""
 
     kept: int
-    """When it has returned."""
+    """Bytes after the forward has returned."""
     peak: int
-    """At most, meanwhile."""
+    """Most bytes during the forward."""
 
 
 def count_bytes(model: nn.Module, forward: Callable[[], T]) -> tuple[T, Bytes]:

@@ -2,11 +2,11 @@
 
     python -m benchmarks.mixture runs=[RUN,...] [samples=2000]
 
-From each run's last checkpoint, over all prompts: the KL of whole trajectories to the base (exact
-for Gaussian steps; the KL of the points alone is no larger), the gain in reward, and the gain of
-the optimum at that KL. The optimum is p exp(r/beta): in closed form for the mixture itself, and by
-weighting samples of the base for the sampler as it is, with its finite steps. One beta holds for
-all prompts.
+Measured from each run's last checkpoint, over all prompts: the KL of whole trajectories to the
+base, the gain in reward, and the gain of the optimum at that KL. The KL is exact for Gaussian
+steps, and the KL of the points alone is no larger. The optimum is p exp(r/beta), with one beta for
+all prompts. For the mixture itself it has a closed form. For the sampler with its finite steps,
+samples of the base are weighted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from digenrl.extensions.tasks.mixture import MixtureFlow, MixturePolicy
 from digenrl.rollout.divergence import noisy_trajectories
 
 BASE_SAMPLES = 5_000
-"""Of each prompt, for the base's own distribution of rewards."""
+"""Samples of each prompt, for the base's own distribution of rewards."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Reached:
 
     @property
     def share(self) -> float:
-        """Of the optimum."""
+        """Gain as a share of the optimum's gain."""
         return self.gain / self.optimum
 
 
@@ -98,8 +98,8 @@ def rolled(
     generator: torch.Generator,
     trained: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """One trajectory for each row of `directions` [B, D], noise in every step, of the trained
-    weights or of the base: (points [B, D], KL to the base [B])."""
+    """Draw a trajectory with noise in every step for each row of `directions` [B, D], by the
+    trained weights or by the base. Return (points [B, D], KL to the base [B])."""
 
     def draw(step: int) -> Tensor:
         return torch.randn(directions.shape, generator=generator)

@@ -4,25 +4,26 @@ hundreds of short runs.
     python -m benchmarks.mixture_study [study=frontier,stale,...] [seeds=5] [steps=100] [minutes=60]
 
 Studies:
-    frontier  every algorithm at the same samples, learning rate and number of values (four) of its
-              own knob, which one other seed chose so that the KL lies between about 0.1 and 1.5;
-    controls  beside it: fine-tuning on the best of a group, Flow-GRPO on a random reward, the best of N at sampling;
-    stale     every surrogate, on-policy and with every sample one version old, paired by seed; stale_fast: at five
-              times the learning rate;
-    bases     three algorithms on other base models.
+    frontier    every algorithm at the same samples and learning rate, with four values of its own knob; another
+                seed has chosen them so that the KL lies between about 0.1 and 1.5
+    controls    in the table of frontier: fine-tuning on the best of a group, Flow-GRPO on a random reward, the best
+                of N at sampling
+    stale       every surrogate, on-policy and with every sample one version old, paired by seed
+    stale_fast  the same at five times the learning rate
+    bases       three algorithms on other base models
 
-A run takes seconds, because it is a loop in this process over the real policy, kernel, step
-selection, advantages and losses, with all prompts of an update in one forward: no rank, no
-launcher, no reward service, and noise of its own. Finished runs are lines of
+A run takes seconds, because it is a loop in this process. It uses the real policy, kernel, step
+selection, advantages and losses, with all prompts of an update in one forward. There is no rank, no
+launcher and no reward service, and the noise is the study's own. Finished runs are lines of
 benchmarks/results/mixture_runs.jsonl and are not repeated; `minutes` bounds what is added. Writes a
 table and a picture per study, benchmarks/results/mixture_<study>.md and .png, from the runs that
 are there.
 
-All are measured alike, with noise in every step of Flow-SDE, on directions of the reward that no
-run trains on, and with the same noise for the base and for every run. `share` is the gain in reward
-over the best gain at the run's KL. `score` is gain - beta KL over its best value, for the beta
-whose optimum has a KL of 0.4: 0 is the base, 1 the optimum, and what is over-optimised falls again.
-`to optimum` is the KL to the optimum of equal KL to the base, in nats.
+All runs are measured alike, with noise in every step of Flow-SDE. The directions of the reward are
+ones that no run trains on. The noise is the same for the base and for every run. `share` is the
+gain in reward over the best gain at the run's KL. `score` is gain - beta KL over its best value,
+for the beta whose optimum has a KL of 0.4. 0 is the base, 1 the optimum, and an over-optimised run
+falls again. `to optimum` is the KL to the optimum of equal KL to the base, in nats.
 """
 
 from __future__ import annotations
@@ -105,9 +106,9 @@ class Setting:
     value: float
     base: str = "overlapping"
     stale: bool = False
-    """Every sample is one version old, but for the first step's."""
+    """Whether every sample is one version old, except in the first step."""
     reward: str = "coordinate"
-    """Or random."""
+    """What is rewarded: coordinate or random."""
 
 
 def algorithm(name: str, *words: str) -> tuple[str, ...]:
@@ -171,7 +172,8 @@ STUDIES = ("stale", "frontier", "controls", "stale_fast", "bases")
 
 
 def settings(study: str) -> list[Setting]:
-    """Of a study, in the order in which they run; raises ValueError for an unknown one."""
+    """Return the settings of a study, in the order of their runs. Raises ValueError for an unknown
+    study."""
     frontier = [
         Setting("frontier", name, words, knob, value)
         for name, (words, knob, values) in ALGORITHMS.items()
@@ -238,7 +240,7 @@ class Kept:
     kept: int
 
     def __call__(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Advantages:
-        """As `Advantage`'s."""
+        """Return advantages with the interface of `Advantage`."""
         (total,) = rewards.values()
         values = torch.zeros_like(total)
         values.scatter_(1, total.topk(self.kept, dim=1).indices, total.shape[1] / self.kept)
@@ -299,9 +301,9 @@ class Loop:
                 None,
             )
         self.sampler = self.policy.adapter.reference if of_group else self.module.rollout_weights
-        """Inside, the policy is the one that generates."""
+        """Context in which the policy has the weights that generate."""
         self.pairs = isinstance(self.module, (DPO, DGPO))
-        """Its loss compares the samples of a block, which then are those of one prompt."""
+        """Whether the loss compares the samples of a block. A block then holds a single prompt."""
         self.module.advantage = Together(self.module.advantage)
         self.module.first_ratio_max_dev = 0.0  # a run's own check, which asks all ranks
         self.grid, self.scouts = self.policy.sigma_grid(STEPS), config.sampling.scouts
@@ -394,8 +396,8 @@ class Loop:
         )
 
     def scouted(self, first: Tensor, others: list[Tensor], aim: Tensor) -> Tensor:
-        """Of the initial noises of each group those whose samples of few steps score best (half of
-        them) and worst."""
+        """Return the initial noises of each group whose few-step samples score best and worst, half
+        each."""
         tries = torch.stack([first, *others], 1)
         drawn = ode_points(
             self.policy,
@@ -458,7 +460,7 @@ def heldout_directions(dimensions: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Optimum:
-    """Of the base sampler towards some directions, over beta."""
+    """The optimum of the base sampler towards some directions, over beta."""
 
     betas: np.ndarray
     """[B], falling."""
@@ -484,7 +486,7 @@ class Measured:
     """Means over directions; the fields of a line of the record."""
 
     kl: float
-    """Of trajectories with noise, and so are the next."""
+    """KL of trajectories with noise. The next four fields are of the same trajectories."""
     gain: float
     best: float
     to_optimum: float
@@ -494,17 +496,17 @@ class Measured:
     diversity: float
     """Variance around each direction's mean, over the base's."""
     trained_kl: float
-    """On the prompts that were trained, as the next two."""
+    """KL on the prompts that were trained, as in the next two fields."""
     trained_gain: float
     trained_best: float
     points_kl: float
-    """Of the points that the ODE draws, as the next two."""
+    """KL of the points that the ODE draws, as in the next two fields."""
     points_gain: float
     points_best: float
 
 
 class Judge:
-    """Of the runs on one base model."""
+    """Judge of the runs on one base model."""
 
     def __init__(self, policy: MixturePolicy) -> None:
         (axes,) = policy.latent_shape
@@ -550,7 +552,7 @@ class Judge:
 
     @torch.no_grad()
     def measured(self, policy: MixturePolicy) -> Measured:
-        """Of the present weights."""
+        """Measure the present weights of `policy`."""
         (points, kls), (others, other_kls) = (self.trajectories(policy, aim) for aim in self.aims)
         gains = ((points - self.base[0]) * self.aims[0][:, None]).sum(2)
         parts = [
@@ -587,10 +589,11 @@ def ode_points(policy: MixturePolicy, x: Tensor, aim: Tensor, steps: int = STEPS
 
 
 def divergence_of_points(policy: MixturePolicy, noise: Tensor, aim: Tensor) -> tuple[Tensor, float]:
-    """(points, KL of their distribution to the base's): both densities by the change of variables
-    of each Euler step, the base's at the noise from which it would have drawn the point. Exact but
-    for the mean over points, which takes log r + 1/r - 1 for log r (Schulman, "Approximating KL
-    divergence"): the same mean, less spread."""
+    """Return (points, KL of their distribution to the base's). Both densities follow from the
+    change of variables of each Euler step. The base's density is taken at the noise from which the
+    base would have drawn the point. All is exact except the mean over points. It uses log r + 1/r -
+    1 for log r, which has the same mean and less spread (Schulman, "Approximating KL
+    divergence")."""
     x, log_det = noise, torch.zeros(len(noise))
     grid = policy.sigma_grid(STEPS).unfold(0, 2, 1)
     for pair in grid:
@@ -688,7 +691,7 @@ def best_of(judging: Judge) -> Iterator[tuple[int, float, float, float]]:
 
 
 def tables(rows: Sequence[dict[str, Any]], wanted: Mapping[str, int]) -> None:
-    """Of the studies of which runs are there."""
+    """Write the tables of the studies that have runs."""
     by_study = {study: [row for row in rows if row["study"] == study] for study in wanted}
     if by_study.get("frontier"):
         both = by_study["frontier"] + by_study.get("controls", [])

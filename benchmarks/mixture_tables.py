@@ -23,8 +23,8 @@ RATES = {"stale": "2e-3", "stale_fast": "1e-2"}
 LEAST_KL = 0.02
 """Below it a share is mostly noise and not shown."""
 WANTED_SHARE, WANTED_LOSS = 0.9, 0.02
-"""Of the optimum's reward at matched KL, on-policy; of the score, by one version of staleness
-(upper end of 95 %)."""
+"""Least share of the optimum's reward at matched KL, on-policy. Largest loss of score by one
+version of staleness (upper end of 95 %)."""
 
 
 def shown(values: Sequence[float], digits: int = 3) -> str:
@@ -333,7 +333,7 @@ def staleness(rows: Sequence[Row], wanted: int) -> None:
 
 
 def alike(rows: Sequence[Row], study: str) -> str:
-    """Which stale surrogates cannot be told from the uncorrected one."""
+    """Name the stale surrogates that cannot be told from the uncorrected one."""
     stale = {
         name: of(rows, study=study, name=name, stale=True) for name in names(of(rows, study=study))
     }

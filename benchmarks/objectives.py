@@ -35,7 +35,7 @@ QUIET = ("logger=none", "callbacks.evaluation.every=0")
 MERGED = "export/transformer/diffusion_pytorch_model.safetensors"
 HALVES = ("low", "high")
 SAMPLES = 500
-"""Of each prompt, for the gain and the KL of a mixture run."""
+"""Samples of each prompt, for the gain and the KL of a mixture run."""
 
 
 @dataclass(frozen=True)

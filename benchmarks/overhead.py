@@ -3,11 +3,11 @@ hand-over.
 
     python -m benchmarks.overhead [tasks=60]
 
-A rollout rank claims tasks on a real control store and runs them with the real `TaskRunner`, in
-which an engine that computes nothing takes the model's place; a trainer rank puts the arriving
-parts on its `StepBoard` until the group of four tasks is complete. One task at a time, so nothing
-is hidden; alternating with a bare send of the same tensors over the same link, received into as
-much memory, which is subtracted. Wanted: at most 3 ms per task. Exit code 1 above that.
+A rollout rank claims tasks on a real control store and runs them with the real `TaskRunner`. An
+engine that computes nothing takes the model's place. A trainer rank puts the arriving parts on its
+`StepBoard` until the group of four tasks is complete. Only one task runs at a time, so nothing is
+hidden. Tasks alternate with a bare send of the same tensors over the same link into as much memory,
+whose time is subtracted. Wanted: at most 3 ms per task. Exit code 1 above that.
 """
 
 from __future__ import annotations

@@ -5,12 +5,13 @@
 
 writes docs/paper.md with its plots (docs/paper_*.svg), and ends with `within 15%: N of M`. No GPU
 is needed. Every simulated cell is kept in outputs/paper.jsonl, so that the command goes on where it
-was stopped; a change of the planner's or the schedule's files makes cells anew. `hw` is the profile of the two
-ladders in place of testbed A+C, for example one that `digenrl profile` has measured.
+was stopped. Cells are simulated again when files of the planner or of the schedule have changed.
+`hw` is the profile of the two ladders in place of testbed A+C, for example one that `digenrl
+profile` has measured.
 
-Three keys try an assumption, and then only print: `batches` is the mini-batches of a step, `train`
-a factor on the seconds in which DigenRL's trainers train (the baselines' stay), and `hybrid=true`
-shares the scripts' weights over a node in place of all GPUs.
+Three keys try an assumption, and then the command only prints. `batches` is the number of
+mini-batches of a step. `train` is a factor on the seconds in which DigenRL's trainers train (not
+the baselines'). `hybrid=true` shares the scripts' weights over a node in place of all GPUs.
 
 Systems are simulated with costs of their own. *Published* is DigenRL as the paper has it: rollouts
 are an inference engine, trainers share weights, K only with TSP. Its baselines are the colocated
@@ -92,11 +93,11 @@ class EngineCosts(Costs):
     """Factor on the seconds of a trained cell; another than 1 tries an assumption."""
 
     def cell_seconds(self, *args: Any) -> float:
-        """As `Costs.cell_seconds`, times `train`."""
+        """Return `Costs.cell_seconds`, times `train`."""
         return self.train * super().cell_seconds(*args)
 
     def step_seconds(self, pool: Pool, task_size: int) -> float:
-        """As `Costs.step_seconds`, with compiled kernels and attention written for the GPU."""
+        """Return `Costs.step_seconds` with compiled kernels and attention written for the GPU."""
         work = replace(self.work, engine="engine", fused_attention=True)
         return Costs(work, self.hardware).step_seconds(pool, task_size)
 
@@ -118,7 +119,7 @@ class ScriptCosts(Costs):
     of fsdp_util.py:56, with `master_weight_type` "fp32")."""
 
     def gather_seconds(self, pools: list[Pool], shards: int, width: int = 4) -> float:
-        """As `Costs.gather_seconds`, in 32 bits."""
+        """Return `Costs.gather_seconds` for weights in 32 bits."""
         return super().gather_seconds(pools, shards, width)
 
 
@@ -136,11 +137,11 @@ class ColocatedCosts(EngineCosts):
     (`reshard_after_forward=False`), and old log-probabilities are computed again."""
 
     def cell_seconds(self, *args: Any) -> float:
-        """As `Costs.cell_seconds`, with a forward more, as of a reference."""
+        """Return `Costs.cell_seconds` with one forward more, as for a reference."""
         return Costs(replace(self.work, reference=True), self.hardware).cell_seconds(*args)
 
     def sharding_seconds(self, pools: list[Pool], shards: int) -> float:
-        """As `Costs.sharding_seconds`, with one gather for a micro-batch."""
+        """Return `Costs.sharding_seconds` with one gather for a micro-batch."""
         return super().sharding_seconds(pools, shards) - self.gather_seconds(pools, shards)
 
 
@@ -150,8 +151,8 @@ class EngineColocated(Published):
 
     Trainers share weights over a node, as in its guide to several nodes (`fsdp_size`,
     run_qwen_image_ocr_lora_multi_node.sh:64). Each step moves the engine's weights, the trainer's
-    and the optimizer between GPU and host once in each direction (sleep level 1,
-    vllm_omni_async_server.py:410), and gathers the weights for the engine if all are trained
+    and the optimizer between GPU and host, once in each direction (sleep level 1,
+    vllm_omni_async_server.py:410). If all weights are trained, they are gathered for the engine
     (engine_workers.py:1049). The engine holds whole weights, so that a denoising step gathers
     nothing. The trainer computes the old log-probabilities again: a forward more of each trained
     step (`bypass_mode: False`, ray_diffusion_trainer.py:1200).
@@ -194,7 +195,7 @@ def scripts(costing: Costing, sharding: str = "fsdp") -> CandidateOutcome | None
 
     Weights are sharded over all GPUs in generation too (`fsdp_sharding_startegy` is "full",
     train_grpo_flux.py:1043, hunyuan:898), in 32 bits. Samples are made one at a time (:326, :205),
-    each time step is a forward of its own (:572, :433), blocks are recomputed, and the prompts are
+    and each time step is a forward of its own (:572, :433). Blocks are recomputed. Prompts are
     encoded beforehand. `hsdp` is their option "hybrid_full" (fsdp_util.py:90). `ddp` is Wan2.1:
     train_grpo_wan_2_1.py wraps nothing, though it has the option (:948), nor does flow_grpo shard
     weights (train_wan2_1.py:591 at 9745241); both hold them whole on each GPU.
@@ -227,9 +228,9 @@ def genrl(costing: Costing) -> CandidateOutcome | None:
 
 
 def splits(costing: Costing, mechanism: Mapping[str, Any]) -> Iterator[Candidate]:
-    """Runs with a mechanism: every eighth of the GPUs and each whole pool as trainers, which share
-    weights over a node or all of them; one or four samples at once; fragments of one, two or four
-    groups; K only with TSP."""
+    """Yield runs with a mechanism. Trainers are every eighth of the GPUs or a whole pool, and share
+    weights over a node or over all trainers. A task has one or four samples, a fragment one, two or
+    four groups. K is above 1 only with TSP."""
     gpus, pools = costing.hardware.gpus, costing.hardware.pools
     numbers = {gpus * eighth // 8 for eighth in range(1, 8)} | {pool.count for pool in pools}
     firsts = [pool.name for pool in pools] if len(pools) > 1 else [None]

@@ -4,12 +4,14 @@ tiny SD3.
     python -m benchmarks.peers [samples=8] [repeats=7] [rl_steps=8] [peer=DIR] [sittings=3]
 
 Loops: one forward and backward per (sample batch, trained step), as in Flow-GRPO's and DanceGRPO's
-scripts, written out here, against this system's training step on one block of all trained steps;
-same model, trajectories and advantages; the gradients must agree (exit code 1 if not).
-Workload: real runs of this system (`digenrl.cli.train`). With peer=DIR, a checkout of
+scripts, but written out here. They run against this system's training step on one block of all
+trained steps, with the same model, trajectories and advantages. The gradients must agree (exit code
+1 if not).
+
+Workload: real runs of this system (`digenrl.cli.train`). peer=DIR names a checkout of
 yifan123/flow_grpo at ac4c86e that this Python can run (it needs ml_collections and wandb beside our
-requirements), its own training script does the same work in turns with ours: same weights, prompts,
-text tokens, sizes, steps and processes, one thread each.
+requirements). Its own training script then does the same work in turns with ours: same weights,
+prompts, text tokens, sizes, steps and processes, one thread each.
 """
 
 from __future__ import annotations
@@ -165,7 +167,8 @@ class Loop:
             loss.backward()
 
     def batched(self) -> None:
-        """This system's micro-batch: all trained steps in one forward and backward."""
+        """Train a micro-batch as this system does: all trained steps in one forward and
+        backward."""
         self.module.training_step(self.batch, 0).backward()
 
     def seconds_and_gradient(self, train: Any) -> tuple[float, Tensor]:

@@ -1,5 +1,5 @@
-"""From a trainer's optimizer step to adopted weights, against a bare gloo broadcast of the same
-bytes in the same run, alternating; or over slow lines, with and without `network.compress`.
+"""Seconds from a trainer's optimizer step to adopted weights, against a bare gloo broadcast of the
+same bytes, alternating in one run. Or over slow lines, with and without `network.compress`.
 
     python -m benchmarks.publish [sizes=1,16,256,1024] [rollouts=1] [rounds=9] [by=memory]
     python -m benchmarks.publish links=8,100,1000,10000 [mib=16] [moved=0.05]

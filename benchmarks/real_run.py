@@ -1,5 +1,5 @@
-"""Runs at real size on this machine's GPU, each beside its plan: a checkpoint with random weights is
-written to the disk, as the hub has it, and `digenrl train` opens it.
+"""Runs at real size on this machine's GPU, each beside its plan. A checkpoint with random weights
+is written to the disk in the hub's layout, and `digenrl train` opens it.
 
     python -m benchmarks.real_run [models=sd35_medium,flux1_dev] [size=real|tiny] [folder=DIR]
         [steps=3] [prompts=2] [samples=8] [also="key=value ..."]

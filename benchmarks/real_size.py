@@ -4,15 +4,19 @@ there, no download.
     python -m benchmarks.real_size [models=flux1_dev,wan21_14b,...] [budget_s=540] [size=real|tiny]
         [samples=1,2,4,8] [images=64] [engines=eager,compiled] [out=DIR] [fresh=true]
 
-Seconds per denoising step and per trained micro-batch (eager, compiled; every checkpointing grade;
-1 to 8 samples; 1, 2 and 4 steps in a forward), share of the machine's own matrix product, peak
-memory beside the planner's model, the first ratio's deviation, encoding, decoding, publishing, and
-an RL step where a published speed is known, in images per GPU-second. What does not fit or fails is
-recorded as such.
+Measured are:
 
-After `budget_s` seconds nothing new is begun; the same command goes on where it stopped. Results
-are kept one by one in real_size-GPU.json, then written as a dated table and as GPU.yaml, the rows
-for the planner: under `out`, else $OUT, else benchmarks/results and configs/hardware/measured.
+- seconds per denoising step and per trained micro-batch: eager and compiled, every checkpointing
+  grade, 1 to 8 samples, and 1, 2 and 4 steps in a forward
+- the share of the machine's own matrix product, and peak memory beside the planner's model
+- the first ratio's deviation, encoding, decoding and publishing
+- an RL step in images per GPU-second, if a published speed is known
+
+A unit that fails or does not fit is recorded as such.
+
+After `budget_s` seconds no unit begins. The same command goes on where it stopped. Results are kept
+one by one in real_size-GPU.json. At the end a dated table is written, and GPU.yaml with the rows for
+the planner. They go under `out`, else $OUT, else benchmarks/results and configs/hardware/measured.
 Without a GPU all runs at tiny size, into outputs/real_size.
 """
 
@@ -64,7 +68,7 @@ STEPS = (1, 2, 4)
 """Denoising steps of a sample in one forward (K)."""
 RATIO_SAMPLES = 2
 MARGIN_S = 75.0
-"""Of the budget: what the last measurement that is begun may take, a compilation included."""
+"""Seconds of the budget that the last measurement may take, including a compilation."""
 RECOMPILATIONS = 64
 """Torch's own limit of 8 graphs per block is less than the shapes that are measured here."""
 PUBLISHED = {
@@ -145,13 +149,13 @@ class Results:
         print(f"{unit.key}: {words(row)}", file=sys.stderr, flush=True)
 
     def missing(self, units: Iterable[Unit]) -> list[Unit]:
-        """Those that were never measured, or failed."""
+        """Return the units that were never measured, or failed."""
         return [
             unit for unit in units if "failed" in self.rows.get(unit.key, {"failed": "never tried"})
         ]
 
     def too_many(self, unit: Unit) -> str | None:
-        """Why a unit needs no trial: fewer samples did not fit."""
+        """Return why a unit needs no trial: fewer samples did not fit."""
         fewer = (replace(unit, samples=samples).key for samples in range(1, unit.samples))
         return (
             "fewer samples did not fit"
@@ -351,7 +355,7 @@ def places(given: Mapping[str, str], size: str) -> tuple[Path, Path]:
 
 
 def kept_rows(path: Path, given: Mapping[str, str]) -> dict[str, Row]:
-    """Results of earlier slices: those of the repository, and those at `path`."""
+    """Return results of earlier slices, from the repository and from `path`."""
     known = (
         []
         if given["fresh"] == "true"

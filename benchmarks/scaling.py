@@ -6,12 +6,12 @@
 An empty list (emulated=) leaves that part out.
 
 Simulated: one RL step of the published batch on ever more GPUs of h20x16; the planner finds the
-best run for each number. Ratio = (samples/s per GPU) / (the same on the smallest number). The batch
-is the algorithm's, so it does not
-grow: where a group or a micro-batch becomes too small a share of a rank's work, the ratio falls.
+best run for each number. Ratio = (samples/s per GPU) / (the same on the smallest number). The
+algorithm fixes the batch, so the batch does not grow. The ratio falls where a rank's work has too
+few groups or micro-batches.
 
-Emulated: ranks and prompts grow together (two prompts for each four ranks, a quarter of the ranks
-train), so that a step would last equally long if the runtime cost nothing. Ratio = (the smallest
+Emulated: ranks and prompts grow together, with two prompts for each four ranks, of which one
+trains. So a step would last equally long if the runtime cost nothing. Ratio = (the smallest
 cluster's step) / step: what store, claims, transfers and collectives of real processes cost.
 `cores` is what the run kept busy on this machine.
 """
@@ -30,7 +30,7 @@ from digenrl.extensions.planner.planner import make_plan
 
 OUTPUT = Path("outputs/scaling")
 STEP_SECONDS = 8.0
-"""Of an emulated step."""
+"""Seconds of an emulated step."""
 
 
 def grown(costing: Costing, gpus: int) -> Costing:

@@ -5,15 +5,18 @@ best allocation.
     [workers=2] [quick=true]
     python -m benchmarks.schedule plans=true [testbeds=testbed_a,...] [models=...]
 
-The second prints the processor's seconds of the plan of each of the paper's testbeds and models, with
-the winners, and keeps nothing. The first keeps a line per testbed and model and the spread of each schedule, dated, with a plot, in
-benchmarks/results/, and then prints every schedule of every case. All GPUs are counted.
-`colocated naive` is what published loops do: an equal split, one denoising step per forward, the
-published task size, the fastest of ddp, hsdp and fsdp that fits. `colocated` is the best colocated
-run that the planner finds, `best on-policy` and `best async` the best of everything in the table
-and of the planner's candidates. Disaggregated rows search allocation, sharding, task size and K for
-themselves, so that a mechanism is not credited with a better split; `mechanisms=false` leaves them
-out, which takes half of the time. Why bars are missed is in docs/planner.md.
+The first command keeps a line per testbed and model and the spread of each schedule, dated, with a
+plot, in benchmarks/results/. Then it prints every schedule of every case. The second command prints
+the CPU seconds of a plan for each of the paper's testbeds and models, with the winners, and keeps
+nothing.
+
+All GPUs are counted. `colocated naive` is what published loops do: an equal split, one denoising
+step per forward, the published task size, the fastest of ddp, hsdp and fsdp that fits. `colocated`
+is the best colocated run that the planner finds, `best on-policy` and `best async` the best of
+everything in the table and of the planner's candidates. Each disaggregated row searches its own
+allocation, sharding, task size and K, so that no mechanism is credited with a better split.
+`mechanisms=false` leaves these rows out and takes half of the time. Why bars are missed is in
+docs/planner.md.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ COLUMNS = (
 BARS = {"best on-policy": (0.94, 10), "best async": (0.97, 12)}
 """Wanted shares of the bound, and in how many of the 16 cases of equal or nearly equal GPUs."""
 ROBUST = 0.90
-"""Of the bound, wanted of the best runs when every duration varies by 5%."""
+"""Wanted share of the bound for the best runs when every duration varies by 5%."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Cell:
     rows: dict[str, CandidateOutcome | None]
 
     def share(self, name: str) -> float:
-        """Of the bound; 0 for what does not fit or is excluded."""
+        """Return a row's share of the bound: 0 if it does not fit or is excluded."""
         outcome = self.rows.get(name)
         return outcome.efficiency if outcome else 0.0
 

@@ -3,11 +3,12 @@ twice, or never at all.
 
     python -m benchmarks.useful [testbeds=l40x32,...] [quick=true]
 
-For every experiment whose model has counted sizes, by the planner's counts: `encode` without and
-with the prompt store (a text is encoded once, not in every step that draws it), and `train` without
-and with `schedule.skip_zero`. Generation, decoding and scoring are what they were. Recomputation is
-in neither: it depends on the memory of a GPU. Then the step of the experiment that trains a part of
-its samples on published testbeds, simulated, before and after. Nothing is run.
+FLOPs are the planner's counts, for every experiment whose model has counted sizes. `encode` is
+shown without and with the prompt store, which encodes a text once and not in every step that draws
+it. `train` is shown without and with `schedule.skip_zero`. Generation, decoding and scoring are
+what they were. Recomputation is in neither: it depends on the memory of a GPU. Then the step of the
+experiment that trains a part of its samples on published testbeds, simulated, before and after.
+Nothing is run.
 """
 
 from __future__ import annotations

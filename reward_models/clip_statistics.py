@@ -29,16 +29,16 @@ _SUBSETS = 10
 
 
 class ClipStatistics:
-    """Statistics of an evaluation; `callbacks.evaluation.statistics` takes it. CLIP is held only
-    while they are taken.
+    """Statistics of an evaluation, for `callbacks.evaluation.statistics`. CLIP is in memory only
+    while they are computed.
 
     * `clip_diversity`: mean cosine distance between two samples of one prompt, averaged over
       prompts; 0 = all alike. A video counts as the mean of its frames. NaN when no prompt has two
       samples.
     * `clip_kid`, with a `reference`: the squared maximum mean discrepancy of KID (arXiv:1801.01401)
-      between the samples' frames and the reference's, on unit CLIP embeddings in place of
-      Inception's, with the kernel (cosine + 1)^3. Unbiased, so a little below 0 where both are
-      alike. Compare it only between runs that evaluate equally many pictures.
+      between the samples' frames and the reference's. Features are unit CLIP embeddings in place of
+      Inception's, and the kernel is (cosine + 1)^3. The estimate is unbiased, so it is a little
+      below 0 if both are alike. Only runs that evaluate equally many pictures can be compared.
 
     Random features measure nothing, so the tiny build calls both `tiny/...`.
 
@@ -50,7 +50,7 @@ class ClipStatistics:
         max_reference: number of reference files that are read, in natural order of name.
         frames: frames taken from a video.
         device: "auto", or as torch reads it.
-        dtype: of the model.
+        dtype: dtype of the model.
 
     Raises:
         ValueError: unknown build, no path for the real one, `max_reference` below 2, or no

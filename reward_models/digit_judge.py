@@ -164,17 +164,17 @@ class DigitStatistics:
     """What the judges cannot see, over an evaluation set: diversity and realism against the real
     digits.
 
-    * `diversity_ratio`: mean pairwise L2 among the samples of one prompt over that among real
-      images of the same digit; 1.0 = as varied as real handwriting, towards 0 = mode collapse. NaN
-      when no prompt has two samples.
+    * `diversity_ratio`: mean pairwise L2 among the samples of one prompt, relative to real images
+      of the same digit. 1.0 = as varied as real handwriting, towards 0 = mode collapse. NaN when no
+      prompt has two samples.
     * `nn_distance`: mean L2 distance (64 pixels in [0, 1]) from a sample to the nearest of the 1797
-    real images.
+      real images.
     """
 
     check_prompts = staticmethod(DigitJudge.check_prompts)
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """Statistics of samples [N, 1, 8, 8] in [0, 1] and their N prompts."""
+        """Return the statistics of samples [N, 1, 8, 8] in [0, 1] and their N prompts."""
         samples = media.detach().to("cpu", torch.float32)
         asked = torch.tensor([asked_digit(prompt) for prompt in prompts], dtype=torch.int64)
         images, labels = real_digits()

@@ -26,6 +26,6 @@ class FirstFrame:
         require_images(prompts, "image")
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B]."""
+        """Return scores [B]."""
         first = as_rgb(as_frames(media))[:, 0].float().cpu()
         return 1.0 - (first - source_images(media, prompts)).abs().flatten(1).mean(1)

@@ -27,6 +27,6 @@ class ImageSimilarity(CosineScorer):
         require_images(prompts, "image")
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B]."""
+        """Return scores [B]."""
         sources = self.clip.images(source_images(media, prompts))
         return (self.clip.frames(media, self._frames) * sources[:, None]).sum(-1).mean(1)

@@ -30,7 +30,7 @@ class Coordinate:
         self.span = span
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B]."""
+        """Return scores [B]."""
         targets = [prompt.target or "" for prompt in prompts]
         signs = torch.tensor(
             [-1.0 if target.startswith("-") else 1.0 for target in targets], device=media.device
@@ -82,7 +82,7 @@ class LogLikelihood:
         )
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B]."""
+        """Return scores [B]."""
         x = points(media, self.span).cpu()
         square = (x[:, None] - self.means).square().sum(-1) / self.deviation**2
         constant = x.shape[1] * (math.log(self.deviation) + 0.5 * math.log(2 * math.pi))

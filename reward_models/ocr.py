@@ -1,10 +1,10 @@
 """Text rendering: how well the words in a picture match the words that the prompt asks for.
 
-Score = 1 - min(d, n) / n with d the edit distance from the recognised text to the target and n the
-target's length; whitespace and case do not count, and text that contains the target scores 1: the
-reward of Flow-GRPO (arXiv:2505.05470, yifan123/flow_grpo `flow_grpo/ocr.py`, which reads with
-PaddleOCR). With `best_line` d is the smallest over the whole text and each of its lines, so that
-other lettering in the picture does not hide a target that is nearly right.
+The score is 1 - min(d, n) / n. d is the edit distance from the recognised text to the target, and n
+the target's length. Whitespace and case do not count. Text that contains the target scores 1. This
+is the reward of Flow-GRPO (arXiv:2505.05470, yifan123/flow_grpo `flow_grpo/ocr.py`, which reads
+with PaddleOCR). With `best_line`, d is the smallest over the whole text and each of its lines.
+Other lettering in the picture then does not hide a target that is nearly right.
 
 The reader is RapidOCR (PP-OCR exported to ONNX); its models ship in its wheel, so nothing is
 downloaded. Pictures are read one at a time: a batch would be padded to its widest member, and a
@@ -51,9 +51,9 @@ class Ocr:
         best_line: also compare each line by itself; false: the whole text alone (Flow-GRPO).
         detection_side: larger pictures are shrunk to this longest side before detection (PP-OCR's
             classic 960).
-        threads: pictures read at the same time, each by an engine with one thread (twice as fast as
-            one engine with two threads, and not slowed down by other ranks); keep ranks x threads
-            within the cores of the machine.
+        threads: pictures read at the same time, each by an engine with one thread. Two such engines
+            are twice as fast as one engine with two threads, and other ranks do not slow them down.
+            Keep ranks x threads within the cores of the machine.
         device: "cpu", or "cuda" with onnxruntime-gpu installed.
         quoted: which quoted text of a prompt without `target` counts: "first" (Flow-GRPO) or
             "last".

@@ -23,8 +23,8 @@ SAME = 0.15
 
 
 class ScenePreserved:
-    """The share of the pixels outside of the region that are as in the source: of the paper's and
-    of the other object's, which count alike; in [0, 1]."""
+    """Share in [0, 1] of the pixels outside of the region that are as in the source. The paper's
+    and the other object's pixels count alike."""
 
     reads_images = True
     model_id, weights_digest = "scene_preserved", "none"

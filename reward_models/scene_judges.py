@@ -3,10 +3,10 @@ they still diverse?
 
 The reward is a detector that can be verified by hand: connected objects, their colour, the best of
 three templates, their places. It is a share of assertions, so that half a scene scores half. The
-held-out judge is a small network that learned from real scenes alone, sees whole pictures, and
-shares nothing with the detector; it is never optimised, so a rise of the detector that it does not
-follow is reward hacking. Neither sees collapse: `SceneStatistics` does. What a prompt asserts is
-its `target`, where it has one (an edit), else its text.
+held-out judge is a small network that learned from real scenes alone. It sees whole pictures,
+shares nothing with the detector, and is never optimised. If only the detector rises, the reward is
+hacked. Neither judge sees collapse: `SceneStatistics` does. What a prompt asserts is its `target`,
+where it has one (an edit), else its text.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def _object(picture: np.ndarray, depth: np.ndarray) -> Found:
 
 
 def share_of_assertions(found: Sequence[Found], scene: Scene) -> float:
-    """Return the share of what `scene` asserts that `found` fulfils: the number of objects and the
-    relation (2 each), colour and shape of each object (1 each), by the assignment of objects that
-    fulfils most."""
+    """Return the share of the assertions of `scene` that `found` fulfils. The number of objects and
+    the relation count 2 each, colour and shape of each object 1 each. The assignment of objects is
+    the one that fulfils most."""
     best, places = 0, [torch.tensor([o.x, o.y]) for o in found]
     for chosen in itertools.permutations(
         [*range(min(4, len(found))), *[None] * len(scene.kinds)], len(scene.kinds)
@@ -182,8 +182,9 @@ class SceneDetector(_Reads24x24):
 
 
 def build_judge() -> nn.Sequential:
-    """Return the untrained judge: [B, 3, 24, 24] in [0, 1] -> [B, 12 * 6], of each kind the logits
-    of its count and the mean centre of its objects / 24 (four convolutions, 0.26M parameters)."""
+    """Return the untrained judge: four convolutions, 0.26M parameters. It maps [B, 3, 24, 24] in
+    [0, 1] to [B, 12 * 6]: for each kind, the logits of its count and the mean centre of its objects
+    / 24."""
     blocks: list[nn.Module] = []
     for inner, outer, stride in ((3, 24, 1), (24, 48, 2), (48, 64, 2), (64, 64, 1)):
         blocks += [nn.Conv2d(inner, outer, 3, stride, 1), nn.BatchNorm2d(outer), nn.ReLU()]
@@ -233,12 +234,13 @@ class SceneJudge(_Reads24x24):
 class SceneStatistics:
     """What the mean scores do not show, over an evaluation set.
 
-    * `perfect`, `judge`: share of pictures whose every assertion holds, by the detector and by the
-      held-out judge; and both as `.../seen` and `.../unseen`, of prompts with and without kinds
-      that are never asked for in training.
-    * `diversity_ratio`: mean pairwise L2 among the pictures of one prompt over that among real
-    scenes of it. * `place_ratio`: the same of where the objects lie: the deviation of a scene's
-    centre. Towards 0 = all alike.
+    * `perfect`, `judge`: share of pictures for which every assertion holds, by the detector and by
+      the held-out judge. Both also as `.../seen` and `.../unseen`: over prompts without and with
+      kinds that are never asked for in training.
+    * `diversity_ratio`: mean pairwise L2 among the pictures of a prompt, relative to real scenes of
+      it.
+    * `place_ratio`: the same for the places of objects, by the deviation of a scene's centre.
+      Towards 0 = all alike.
     """
 
     @staticmethod

@@ -3,11 +3,11 @@ weighted mean.
 
 - sharpness: share of the frames' energy that a 3x3 Laplacian keeps, saturating; blur scores low.
 - exposure: 1 - share of pixels that are nearly black or white.
-- smoothness: how well a frame is the mean of its two neighbours (the idea of VBench's motion
-  smoothness, arXiv:2311.17982, with linear interpolation in place of a learned one); flicker scores
-  low.
+- smoothness: how close a frame is to the mean of its two neighbours; flicker scores low. This is
+  the idea of VBench's motion smoothness (arXiv:2311.17982), with linear interpolation in place of a
+  learned one.
 - motion: mean absolute change between neighbours, saturating: a frozen video scores 0 (VBench's
-dynamic degree).
+  dynamic degree).
 
 `smoothness` alone is won by a frozen video and `motion` alone by noise, hence both. Images have no
 motion terms.

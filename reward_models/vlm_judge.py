@@ -141,8 +141,8 @@ class VlmJudge:
         self.weights_digest = "none"
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B]. Raises RewardUnavailable (with the scores that there are) if a request or answer
-        failed."""
+        """Return scores [B]. Raises RewardUnavailable, with the scores that there are, if a request
+        or answer failed."""
         shown = [
             [*self._before(frames, prompt), *frames]
             for frames, prompt in zip(rgb_bytes(media, self.frames), prompts, strict=True)

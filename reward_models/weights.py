@@ -1,7 +1,7 @@
 """Weights of scorers: where they come from, their digests, and small random ones for `build: tiny`.
 
 A tiny build writes a checkpoint directory of the real format, and the scorer loads it with the code
-that loads the real one; only the numbers inside mean nothing. They are the same in every process,
+for real checkpoints. Only the numbers inside mean nothing. They are the same in every process,
 whatever the caller's RNG state.
 """
 
@@ -74,7 +74,7 @@ def read_state(file: Path, needed: str) -> dict[str, Tensor]:
 
 
 def files_digest(paths: Sequence[Path]) -> str:
-    """xxh3-128 (hex) of the names and contents of `paths`, in the order given."""
+    """Return xxh3-128 (hex) of the names and contents of `paths`, in the order given."""
     digest = xxhash.xxh3_128()
     for path in paths:
         digest.update(path.name.encode())
@@ -85,7 +85,7 @@ def files_digest(paths: Sequence[Path]) -> str:
 
 
 def module_digest(*modules: nn.Module) -> str:
-    """xxh3-128 (hex) of the names, shapes, dtypes and values of the modules' state."""
+    """Return xxh3-128 (hex) of the names, shapes, dtypes and values of the modules' state."""
     digest = xxhash.xxh3_128()
     for module in modules:
         for name, tensor in module.state_dict().items():

@@ -132,7 +132,8 @@ def _fields(node: ast.ClassDef) -> Iterator[str]:
 
 
 def _signature(node: ast.FunctionDef) -> str:
-    """One argument a line where they do not fit into one."""
+    """Return a function's signature, with an argument per line if a single line would be too
+    long."""
     flat = f"{node.name}({ast.unparse(node.args)})"
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     if len(flat + returns) <= 100:

@@ -2,9 +2,10 @@
 again, byte for byte.
 
 edits.jsonl: each line asks for a shape in another colour, and knows the picture before and after.
-Shapes whose new colour is held out occur in edits_heldout.jsonl alone. drawn_edits.jsonl: edits of
-the drawn scenes, 24x24; its held-out set has other pictures, and as many edits to kinds that are
-held out (`reward_models.drawn_scenes`) as to others.
+Shapes whose new colour is held out occur in edits_heldout.jsonl alone.
+
+drawn_edits.jsonl: edits of the drawn scenes, 24x24. The held-out set has other pictures. Half of
+its edits make kinds that are held out (`reward_models.drawn_scenes`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ COLOURS = {
 SHAPES = ("circle", "square", "triangle")
 HELD_OUT = {("circle", "green"), ("square", "blue"), ("triangle", "red")}
 PICTURES = {"drawn_edits": 40, "drawn_edits_heldout": 12}
-"""Scenes that are edited, a quarter of them with one object."""
+"""Name of a set -> number of its scenes. A quarter of them has a single object."""
 
 
 def draw(shape: str, colour: str, place: int) -> Image.Image:
@@ -49,9 +50,9 @@ def draw(shape: str, colour: str, place: int) -> Image.Image:
 
 
 def drawn_edits() -> dict[str, list[str]]:
-    """Name of a set -> its lines; their pictures are written. Training has every edit of its
-    pictures that makes no held-out kind; of each held-out picture there are two such edits, and two
-    that do, where it has so many."""
+    """Write the pictures of the sets, and return name of a set -> its lines. Training has every
+    edit of its pictures that makes no held-out kind. Each held-out picture has up to two such
+    edits, and up to two that make a held-out kind."""
     generator = torch.Generator().manual_seed(0)
     edits = [edit for edit in edits_of(drawn_scenes.SCENES) if edit.before.seen]
     scenes = list(dict.fromkeys(edit.before for edit in edits))

@@ -27,14 +27,14 @@ _MACHINE = re.compile(r"/(?:home|root|tmp|work|Users)/|site-packages")
 
 
 def digest(notebook: Any) -> str:
-    """Of the cells' sources."""
+    """Return a digest of the cells' sources."""
     text = "\0".join(f"{cell.cell_type}\n{cell.source}" for cell in notebook.cells)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def executed(path: Path) -> Any:
-    """The notebook, run from top to bottom by this Python in an empty directory; an error in a cell
-    raises."""
+    """Return the notebook, run from top to bottom by this Python in an empty directory. An error in
+    a cell raises."""
     notebook = nbformat.read(path, as_version=4)
     places = (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH"))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places))}

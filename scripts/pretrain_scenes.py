@@ -16,10 +16,10 @@ as much, before any loosening: benchmarks/results/scenes-2026-11-25.md.
 task=edits trains the base model of the edits, which begins as that of the scenes. Both share the
 judge.
 
-student (task=student) distils the scenes' base into two steps, for experiment=scenes_fewstep: the
-base draws `pairs` pictures by the ODE of many steps, and the student, which begins as the base,
-learns to make each half of the way in one step (as in progressive distillation, arXiv:2202.00512).
-It takes some minutes of one idle core.
+student (task=student) distils the scenes' base into two steps, for experiment=scenes_fewstep. The
+base draws `pairs` pictures by the ODE of many steps. The student begins as the base, and learns to
+take each half of the way in one step (as in progressive distillation, arXiv:2202.00512). Distilling
+takes some minutes of an idle core.
 """
 
 from __future__ import annotations

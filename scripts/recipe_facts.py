@@ -3,9 +3,9 @@
 python -m scripts.recipe_facts yifan123/flow_grpo=DIRECTORY Tencent-Hunyuan/MixGRPO=DIRECTORY ...
 
 A checkout is a git directory that holds the commit which the table names. For every row that cites
-lines, docs/recipe_facts.json gets the literals that stand there (numbers, truth values, quoted
-words, switches of a command line) and the SHA-256 of these lines. No line of a source is copied.
-A row without line numbers, or of a repository that is not given, keeps the fact it had.
+lines, docs/recipe_facts.json gets the literals of these lines and their SHA-256. Literals are
+numbers, truth values, quoted words and switches of a command line. No line of a source is copied. A
+row without line numbers, or of a repository that is not given, keeps the fact it had.
 """
 
 from __future__ import annotations

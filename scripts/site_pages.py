@@ -50,7 +50,7 @@ def _linked_files() -> list[str]:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links as the site has them, made from those of the repository."""
+    """Turn a page's links into the repository into links of the site."""
     source = Path(page.file.abs_src_path).relative_to(ROOT).parent.as_posix()
     here = posixpath.dirname(page.file.src_uri)
 

@@ -12,7 +12,7 @@ from digenrl.config import Composed
 from digenrl.config.settings import HardwareSettings
 
 ABSENT = object()
-"""As a value: the key is left out."""
+"""Value that leaves the key out."""
 
 
 def but(composed: Composed, **values: Any) -> Composed:

@@ -1,7 +1,7 @@
-"""A storm over one run, at random steps of a seed: rollouts are killed, suspended, asked to go, and
-others join; the cable to a rollout on another machine is cut and slow, the disk is full, the reward
-service dies. At the end the weights must be those of the calm run, bit for bit, and no trainer may
-have begun again.
+"""A storm over one run, at random steps of a seed. Rollouts are killed, suspended and asked to
+leave, and others join. The cable to a rollout on another machine is cut or slow. The disk is full,
+the reward service dies. At the end the weights must be those of the calm run, bit for bit, and no
+trainer may have begun again.
 
     make chaos ARGS="seed=11 events=20"        (python -m tests.chaos seed=11 events=20)
 
@@ -59,8 +59,8 @@ Start = Callable[..., Train]
 
 
 class Place:
-    """Where a run lives: its disk, its reward service, and the cable to another machine; what of
-    that can fail.
+    """The surroundings of a run: its disk, its reward service, and the cable to another machine.
+    Each of them can fail.
 
     Args:
         start: starts commands (`tests.training.commands`).
@@ -85,7 +85,7 @@ class Place:
 
     @property
     def words(self) -> list[str]:
-        """Of a run that lives here."""
+        """Words of a run in these surroundings."""
         found = [
             "+reward.rewards.judge_a.placement=http",
             f"reward.urls={{judge_a:['http://{self._address}']}}",
@@ -107,7 +107,7 @@ class Place:
 
     @property
     def join_words(self) -> list[str]:
-        """Of a rollout that joins such a run."""
+        """Words of a rollout that joins such a run."""
         return [f"confirm_hosts=['{self._address}']"]
 
     def _serve(self) -> None:
@@ -165,7 +165,7 @@ class Storm:
         self._steps, self._count = steps, events
         self._joiners: list[Train] = []
         self._far: list[Train] = []
-        """Of those, the ones at the other end of the cable."""
+        """Joiners at the other end of the cable."""
         self.events: list[dict[str, Any]] = []
 
     def rage(self, train: Train) -> None:
@@ -181,8 +181,8 @@ class Storm:
             joiner.finish()
 
     def _wait_for_step(self, train: Train, step: int) -> None:
-        """Until so many are finished. A run that has lost every rollout waits for one, which
-        joins."""
+        """Wait until `step` RL steps are finished. A run that has lost every rollout waits, so a
+        new one joins."""
         deadline = time.monotonic() + PATIENCE_S
         while not any(
             row["kind"] == "step" and row["rl_step"] >= step for row in train.rows("metrics.jsonl")

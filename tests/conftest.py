@@ -76,10 +76,12 @@ def pytest_configure() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out test files that need an extension which was deleted (tests/test_deleting.py); and
-    files without a chosen test, because all together take ten seconds to import: for the second
-    half of `make test` those without a test that runs alone, for `make test-fast` those that are
-    marked as a whole."""
+    """Leave out test files that need a deleted extension (tests/test_deleting.py), and files
+    without a chosen test.
+
+    Importing all files takes ten seconds. The second half of `make test` leaves out files without a
+    test that runs alone. `make test-fast` leaves out files that are marked as a whole.
+    """
     if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
     chosen = config.option.markexpr
@@ -150,7 +152,8 @@ def repository() -> Path:
 
 
 def _is_tracker(process: psutil.Process) -> bool:
-    """Whether it is multiprocessing's resource tracker, which stays until this process ends."""
+    """Return whether a process is multiprocessing's resource tracker. The tracker stays until this
+    process ends."""
     with contextlib.suppress(psutil.Error):
         return "resource_tracker" in " ".join(process.cmdline())
     return False

@@ -3,15 +3,15 @@ checkpoints, messages, requests and run directories.
 
     make fuzz ARGS="n=10000 seed=1"     (python -m tests.fuzz n=10000 seed=1 only=wire,http)
 
-Of a run that came from elsewhere, four attacks are made: `arguments` of every class that a stored
+Four attacks damage a run that came from elsewhere: `arguments` of every class that a stored
 configuration may name, `links` at every path that a run writes, `tied` (flips of config.yaml beside
-a checkpoint), and `parsers` (pictures, arrays and YAML).
+a checkpoint), and `parsers` (pictures, arrays, YAML).
 
-Each input must be taken or refused by the error that its reader documents, within `LIMIT_S` seconds
-of CPU (`WAIT_S` by the clock, as a busy machine takes its time).
-Anything else is a defect: another exception, a hang, a process that is started, a file outside of
-the attack's own directory that is opened for writing, or a canary beside it that is read. The last
-line of standard output is the number of defects; each is printed with the seed that makes it again.
+Each input must be accepted, or refused by the error that its reader documents. The limit is
+`LIMIT_S` seconds of CPU, and `WAIT_S` by the clock, because a busy machine takes its time. Anything
+else is a defect: another exception, a hang, a new process, a write outside of the attack's own
+directory, or a read of a canary beside it. The last line of standard output is the number of
+defects. Each defect is printed with the seed that makes it again.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     make mutants ARGS="n=150 seed=1 rooms=schedule,strategy"     (python -m tests.mutants n=150 seed=1)
 
-1. The survey: the tests of `make test-fast` run once under coverage, which tells which test reaches
-   which line. Later only test files that have changed run again; lines of the source that have moved
-   are found again by their text.
+1. The survey: the tests of `make test-fast` run once under coverage, to learn which test reaches a
+   line. Later only test files that have changed run again; lines of the source that have moved are
+   found again by their text.
 2. `n` places are drawn, equally many in each room. Each gets one small mistake in a copy of the tree:
    another comparison, operator, constant, condition or order of arguments, or a statement less.
 3. The near round: the tests that reach the line, those of the same room first. A test that notices

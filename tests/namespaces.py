@@ -64,12 +64,12 @@ def inside(namespace: str, call: Callable[[], T]) -> T:
 
 
 class NotHere(RuntimeError):
-    """This machine does not permit it; says what did not work."""
+    """This machine does not permit namespaces. The message says what did not work."""
 
 
 @dataclass
 class Cable:
-    """Between this machine and a namespace, which has an interface of the same name."""
+    """A cable between this machine and a namespace, which has an interface of the same name."""
 
     namespace: str
     interface: str
@@ -80,14 +80,14 @@ class Cable:
     one alone."""
 
     def cut(self, seconds: float) -> None:
-        """Nothing passes, for so long: this machine's end has no carrier."""
+        """Let nothing pass for `seconds`: this machine's end has no carrier."""
         _ip(f"-n {self.namespace} link set {self.interface} down")
         time.sleep(seconds)
         _ip(f"-n {self.namespace} link set {self.interface} up")
 
     def slow(self, seconds: float) -> None:
-        """4 Mbit/s with 50 ms and 2 % loss each way, for so long. Without netem, 4 Mbit/s alone (the
-        kernel's token bucket filter)."""
+        """Carry 4 Mbit/s with 50 ms and 2 % loss each way, for `seconds`. Without netem, only the
+        rate of 4 Mbit/s is set (the kernel's token bucket filter)."""
         try:
             self._shape("netem delay 50ms loss 2% rate 4mbit")
         except NotHere as error:
@@ -140,7 +140,8 @@ def _run(command: list[str]) -> None:
 
 
 def bytes_sent(namespace: str | None, interface: str) -> int:
-    """By this interface of a namespace (None: this machine's), since it was made."""
+    """Return the bytes that an interface of a namespace has sent since it was made. None: this
+    machine's own."""
     command = [
         "ip",
         *(["-n", namespace] if namespace else []),

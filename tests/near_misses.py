@@ -10,8 +10,8 @@ from reward_models.drawn_scenes import KINDS, RELATIONS, SCENES, Scene
 
 @lru_cache(maxsize=len(SCENES))
 def near_misses(scene: Scene) -> tuple[Scene, ...]:
-    """Return the scenes that differ from `scene` in one assertion: a colour, a shape, the number or
-    the relation, or in an exchange of the two colours or shapes."""
+    """Return the scenes that differ from `scene` in one assertion. It is a colour, a shape, the
+    number, the relation, or an exchange of the two colours or shapes."""
     if not scene.relation:
         others = [
             Scene((kind,) * len(scene.kinds))

@@ -1,12 +1,12 @@
-"""Arguments of every constructor that a configuration can reach, which end in a subprocess, an
-import, a path that is written, or an address.
+"""Constructor arguments within reach of a configuration that end in a subprocess, an import, a path
+that is written, or an address.
 
     python -m tests.reachable
 
 Each line is `class argument: process|import|write|address`. The source of our own classes is
-followed, without importing it: an argument marks the names and attributes that it is assigned to,
-the methods of its class, and the functions of our packages that it is handed to. That is too much
-rather than too little. Classes of Lightning and torch are listed by hand (`FOREIGN`).
+followed, without importing it. An argument marks the names and attributes to which it is assigned.
+It also marks the methods of its class, and the functions of our packages that receive it. That is
+too much rather than too little. Classes of Lightning and torch are listed by hand (`FOREIGN`).
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@ not grow with steps.
 
     make soak ARGS="steps=10000"        (python -m tests.soak steps=10000 minutes=600)
 
-After so many minutes the run is stopped, and judged by the steps that it has made. The last line of
-standard output is the path of a JSON file: `grown` (what is more than it may be), all `figures`
-beside their bounds, and `samples` of memory, open files and bytes over the RL steps.
+After `minutes` the run is stopped, and judged by the steps that it has made. The last line of
+standard output is the path of a JSON file. It has `grown` (figures above their bounds), all
+`figures` beside their bounds, and `samples` of memory, open files and bytes over the RL steps.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ WORDS = (
 RUN = ("allocation.trainers=1", "allocation.rollouts=2", "record.keep_mib=2")
 EVERY_S = 0.5
 WARM = 0.25
-"""Of the steps, in which allocators, caches and files fill up to their bounds."""
+"""Share of the steps in which allocators, caches and files fill up to their bounds."""
 MEMORY_MIB, FILES, DIRECTORY_MIB, ROW_BYTES, REPORT_MIB, REPORT_S = 12.0, 4, 4.0, 4096, 4.0, 60.0
-"""Growth after that: memory of one process; its open files; the run's directory without
-metrics.jsonl, which is always whole, and has so many bytes a step. Size of the report, and seconds
-that it takes."""
+"""Most growth after `WARM`: memory of a process, its open files, and the run's directory without
+metrics.jsonl. Then bytes of metrics.jsonl a step, size of the report, and seconds that the report
+takes."""
 OUTPUT = Path("outputs/soak")
 
 
@@ -127,8 +127,8 @@ def soak(root: Path, steps: int, minutes: float = math.inf) -> dict[str, Any]:
 def figures(
     samples: Sequence[dict[str, Any]], steps: int, found: dict[str, Any]
 ) -> dict[str, tuple[float, float]]:
-    """What -> (how much it is, the most that it may be). Growth is that from the median of the
-    first steps after `WARM` to that of the last ones."""
+    """Return name -> (figure, its bound). Growth is counted from the median of the first steps
+    after `WARM` to the median of the last steps."""
     early = [sample for sample in samples if WARM <= sample["rl_step"] / steps <= WARM + 0.15]
     late = [sample for sample in samples if sample["rl_step"] / steps >= 0.85]
 

@@ -1,11 +1,11 @@
 """A storm over small runs: random signals and mishaps, at random moments, to random processes.
 
-- A signal to stop: the run must end saved or cleanly, with its cause and no process left; what is
-  resumed must give the weights of the calm run, bit for bit.
-- A pause (SIGSTOP, then SIGCONT), or the death of a rank at any point, the last save and an
-  evaluation among them: the run must complete, with the weights of the calm run. Only a death
-  before the first RL step is finished may end it: what is wrong from the start would be so again.
-- A scorer that ends its process in some way: the run must fail with a cause and no process left, or
+- A signal to stop. The run must end saved or cleanly, with its cause and no process left. A resumed
+  run must give the weights of the calm run, bit for bit.
+- A pause (SIGSTOP, then SIGCONT), or the death of a rank at any point, also in the last save or in
+  an evaluation. The run must complete, with the weights of the calm run. Only a death before the
+  first RL step is finished may end the run: a fault from the start would come again.
+- A scorer that ends its process in some way. The run must fail with a cause and no process left, or
   complete with the weights of the calm run.
 
     python -m tests.storm n=200 seed=0 resume=4 kinds=signal,pause,death,exit
@@ -77,12 +77,12 @@ EVALUATED = (
     "callbacks.evaluation.every=2",
 )
 LIMIT_S = 60.0
-"""From the signal to the end, on a machine that does other things too."""
+"""Seconds from the signal to the end, on a machine that does other work too."""
 Start = Callable[..., Train]
 
 
 def _moment(chance: random.Random) -> str:
-    """When it happens: see `Shot.moment`."""
+    """Draw the moment of a shot: see `Shot.moment`."""
     return chance.choices(("start", "ranks", "step", "end"), (1, 2, 6, 1))[0]
 
 
@@ -137,13 +137,13 @@ class Mishap:
     words: tuple[str, ...]
     """What orders it, in the run's configuration."""
     pause: Shot | None = None
-    """When and whom SIGSTOP meets."""
+    """Moment and target of SIGSTOP."""
     seconds: float = 0.0
-    """From SIGSTOP to SIGCONT; twice that is less than `limits.suspended_s`."""
+    """Seconds from SIGSTOP to SIGCONT; twice as many are less than `limits.suspended_s`."""
 
     @classmethod
     def random(cls, chance: random.Random, runs: Sequence[str], kind: str) -> Mishap:
-        """A mishap of this kind, at one of `runs`."""
+        """Draw a mishap of a kind, at one of `runs`."""
         name, rank, call = chance.choice(runs), chance.randrange(3), chance.randrange(1, STEPS + 1)
         again = ("allocation.max_restarts=3", "allocation.restart_pause_s=0.1")
         if kind == "pause":
@@ -297,7 +297,7 @@ def _end(train: Train, what: str, limit_s: float = LIMIT_S) -> int:
 
 
 def _wait_for(train: Train, shot: Shot) -> None:
-    """Until the moment has come, or the run is over."""
+    """Wait until the moment has come, or the run is over."""
     deadline = time.monotonic() + LIMIT_S
     while train.poll() is None and not _reached(train, shot):
         assert time.monotonic() < deadline, f"{shot}: it never came to that\n{train.stderr}"
@@ -319,7 +319,7 @@ def _reached(train: Train, shot: Shot) -> bool:
 
 
 def _fire(train: Train, shot: Shot) -> list[int]:
-    """Send it; the processes that it has gone to."""
+    """Send the signal, and return the processes that have got it."""
     if train.poll() is not None:
         return []
     present = train.left()

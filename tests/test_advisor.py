@@ -55,7 +55,7 @@ for asked in emulates, plans:
 
 @pytest.mark.heavy
 def test_auto_has_plain_values_and_nothing_is_predicted(bare: dict[str, str]) -> None:
-    """And what needs costs is refused."""
+    """Requests that need costs are refused."""
     done = subprocess.run(
         [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120, env=bare
     )

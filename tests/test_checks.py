@@ -1,5 +1,5 @@
-"""The 24 numerical checks of the formulas (docs/algorithms.md section 7): where each is tested, and
-where a seeded mutation shows that its test can fail."""
+"""The 24 numerical checks of the formulas (docs/algorithms.md section 7). For each, the test, and
+the place of a seeded mutation by which that test fails."""
 
 from __future__ import annotations
 

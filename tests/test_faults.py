@@ -1,9 +1,9 @@
 """The fault matrix: launcher, trainer or rollout is killed, suspended or raises, wherever the run
 stands.
 
-A rollout's end leaves the run going on with the others; any other ends it within ten seconds, with
-its cause in standard error and summary.json, and with no process left. A handful runs by default,
-the whole matrix in test-all.
+When a rollout ends, the run goes on with the others. Any other end stops the run within ten
+seconds. Its cause is then in standard error and summary.json, and no process is left. A handful of
+cases runs by default, the whole matrix in test-all.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ def test_every_digenrl_command_exists(document: Path) -> None:
 def test_the_commands_of_the_quickstart_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Skeletons are written, and the reward is the one shown; whatever composes a configuration
-    composes it; of a run its keys are checked."""
+    """Skeletons are written, and the reward is the one shown. Commands with a configuration compose
+    it. For commands on a run, only the keys are checked."""
     make_run(tmp_path / "RUN", "experiment=digits_flowgrpo")
     monkeypatch.chdir(tmp_path)
     blocks = "".join(re.findall(r"```bash\n(.*?)```", QUICKSTART, re.DOTALL))

@@ -59,7 +59,7 @@ def test_an_evaluation_says_so_before_it_loads_anything(
 
 
 def test_what_scores_by_prompts_can_be_asked_before() -> None:
-    """Every class that refuses a prompt when it scores refuses it beforehand."""
+    """A class that refuses a prompt when scoring must also refuse the prompt beforehand."""
     from reward_models import digit_judge, scene_judges
 
     for scorer in (

@@ -1,6 +1,6 @@
-"""The benchmark for a machine with a GPU, before a GPU is seen: whole at tiny size on the
-processor, and every family's forward path at real size on a CUDA device that does not exist (fake
-tensors: mixed devices, dtypes and shapes show)."""
+"""The benchmark for a machine with a GPU, tested without a GPU. It runs whole at tiny size on the
+processor. Every family's forward path also runs at real size on a CUDA device that does not exist:
+fake tensors show mixed devices, dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _given(engines: str) -> dict[str, str]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("model", FAMILY)
 def test_every_family_is_measured(model: str, tmp_path: Path) -> None:
-    """On every engine FLUX, whose blocks are traced; without compiling the others."""
+    """FLUX, whose blocks are traced, is measured on every engine. The others are not compiled."""
     engines = ",".join(ENGINES) if model == "flux1_dev" else "eager"
     code, rows = measured(tmp_path, f"models={model}", "images=4", f"engines={engines}")
     assert code == 0

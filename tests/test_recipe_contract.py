@@ -34,8 +34,8 @@ LEVELS = (
     "real weights",
 )
 EVIDENCE = "(evidence)"
-"""The row whose `ours` holds the levels that the experiment has reached, and whose `reason` says
-where to look."""
+"""Key of the row with an experiment's evidence: `ours` holds the levels that it has reached,
+`reason` the place to look."""
 NO_RECIPE = ("ablation_schedule", "sweep_allocation")
 """Experiments that train nothing of their own."""
 PUBLISHED = sorted(

@@ -1,11 +1,11 @@
 """The second half of the contract: what the sources say, read by a script, beside what a recipe does.
 
 docs/recipe_facts.json has the literals of the cited lines and the digest of these lines
-(`python -m scripts.recipe_facts`). Here the recipe's loaded configuration is compared with them,
-and so is what can be computed: advantages of drawn rewards, the windows of 300 RL steps, the
-samples of every update, the moving average after 50 updates, the coefficients of the SDE, the
-losses of Guard and Flow-DPPO, the decay of NFT's old policy. The published rules are restated in numpy. Every check is shown to fail on an
-altered configuration.
+(`python -m scripts.recipe_facts`). Here the recipe's loaded configuration is compared with these
+literals. Computed results are compared too, with the published rules restated in numpy: advantages
+of drawn rewards, the windows of 300 RL steps, the samples of every update, the moving average after
+50 updates, the coefficients of the SDE, the losses of Guard and Flow-DPPO, the decay of NFT's old
+policy. Every check is shown to fail on an altered configuration.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def stands(wanted: Any, literals: list[str]) -> bool:
 
 
 def test_every_row_with_line_numbers_has_a_fact_of_these_lines() -> None:
-    """Of repositories that the script has read; other rows name a function or an unread commit."""
+    """Only repositories that the script has read count. Other rows name a function or an unread
+    commit."""
     read = {fact["source"].split("@")[0] for fact in FACTS.values()}
     for row in rows():
         if row["key"] == EVIDENCE or recipe_facts.lines_of(row["line"]) is None:

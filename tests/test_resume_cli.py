@@ -129,7 +129,7 @@ def test_a_resume_may_have_other_ranks_and_another_schedule(running: Any, run: P
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
-    """A server that counts who connects, at an address that is not written as loopback."""
+    """A server that counts connections, at an address that is not written as loopback."""
     with socket.create_server(("0.0.0.0", 0)) as server:
         server.settimeout(0.2)
         yield server

@@ -84,6 +84,6 @@ def test_compiled_blocks_are_refused_where_their_rounding_would_end_the_run() ->
 
 
 def test_a_tiny_build_of_guard_computes_in_whole_precision() -> None:
-    """Its rounding is far below a quarter of the clip range, with all steps in one forward."""
+    """With all steps in one forward, rounding is far below a quarter of the clip range."""
     run = config.load(["experiment=flux1_guard", "hardware=cpu_tiny"]).settings
     assert steps_within_bound(run, 1024) == trained_steps(run) > 1

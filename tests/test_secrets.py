@@ -45,8 +45,8 @@ def command(name: str, *words: str, where: Path) -> subprocess.CompletedProcess[
 
 @pytest.mark.slow
 def test_a_run_with_a_served_reward_writes_no_secret(tmp_path: Path) -> None:
-    """The service needs the token; the rank that talks to it prints and raises it; W&B has its
-    key."""
+    """The service needs the token. A rank that talks to the service prints and raises the token.
+    W&B has its key."""
     service = RewardService(DigitJudge("a"), token=SECRETS["DIGENRL_REWARD_TOKEN"])
     words = [
         "data.prompts_per_batch=2",

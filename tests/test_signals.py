@@ -42,7 +42,7 @@ def wait_until(reached: Callable[[], object], train: Train) -> None:
 
 
 def assert_stopped(train: Train, number: signal.Signals) -> int:
-    """It ends as asked, with its last version saved; returns the RL steps."""
+    """Assert that the run ended as asked, with its last version saved, and return its RL steps."""
     assert train.finish() == 128 + number, train.stderr
     summary = train.summary
     assert (summary["status"], summary["cause"]) == ("stopped", f"signal {number.name}")

@@ -2,8 +2,8 @@
 to export.
 
 Everything is the experiment's own except what `hardware=cpu_tiny` shrinks. Evaluation is left out
-to save time. A model with random weights writes no text and draws no objects, so where these are
-rewarded every sample scores 0 and nothing can be learnt: there the size of the JPEG file is
+to save time. A model with random weights writes no text and draws no objects. If these are
+rewarded, every sample scores 0 and nothing can be learnt. There the size of the JPEG file is
 rewarded as well.
 """
 
@@ -200,8 +200,8 @@ def check_ratio(finished: Run, first: dict[str, Any]) -> None:
 
 
 def check_gradients(finished: Run) -> None:
-    """From the second update on (a LoRA's A sees none while B is 0) every trained parameter has a
-    gradient."""
+    """Check that every trained parameter has a gradient from the second update on (a LoRA's A gets
+    none while B is 0)."""
     gradients: list[dict[str, float | None]] = json.loads(
         (finished.directory / "gradients.json").read_text()
     )

@@ -82,7 +82,7 @@ class Train:
         )
 
     def wait_for_step(self, step: int) -> None:
-        """Until `step` RL steps are finished."""
+        """Wait until `step` RL steps are finished."""
         deadline = time.monotonic() + PATIENCE_S
         while not any(
             row["kind"] == "step" and row["rl_step"] >= step for row in self.rows("metrics.jsonl")
@@ -229,8 +229,9 @@ def fault(
 
 
 def watch(train: Train) -> float:
-    """Wait for the end of the command; seconds from the first sign of trouble (a process that is
-    gone or suspended) to the disappearance of the last one, and no process may be left."""
+    """Wait for the end of the command, and assert that no process is left. Return the seconds from
+    the first sign of trouble (a process gone or suspended) to the disappearance of the last
+    process."""
     limit = time.monotonic() + PATIENCE_S
     ranks: dict[int, psutil.Process] = {}
     first_gone, last_seen = None, 0.0

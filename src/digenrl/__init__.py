@@ -10,7 +10,7 @@ __all__ = ["__version__", "load_run", "plan", "rl_loop", "sample", "score"]
 
 
 def __getattr__(name: str) -> Any:
-    """The functions of `digenrl.api`, imported when one is asked for."""
+    """Return a function of `digenrl.api`, which is imported on first use."""
     if name not in __all__:
         raise AttributeError(
             f"digenrl has no attribute {name}; it has {', '.join(__all__)}, and its modules"

@@ -1,9 +1,9 @@
 """Prompts of every RL step: a pure function of (seed, step), so that a resumed run needs no cursor
 but the step.
 
-Prompts of one batch are distinct. The stream of a file walks epochs: each is a permutation of its
-prompts, ordered by a keyed hash of (seed, epoch, uid), so that neither the line order of the file
-nor a library's shuffle matters. Several files share out each batch by their weights.
+Prompts of one batch are distinct. The stream of a file walks epochs. Each epoch is a permutation of
+the file's prompts, ordered by a keyed hash of (seed, epoch, uid). So neither the order of lines nor
+a library's shuffle matters. Several files share out each batch by their weights.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class PromptSampler:
         self._batches: dict[int, tuple[Prompt, ...]] = {}
 
     def prompts_at(self, step: int) -> tuple[Prompt, ...]:
-        """The P distinct prompts of RL step `step` (0-based); group g of the batch belongs to
-        prompt g."""
+        """Return the P distinct prompts of RL step `step` (0-based). Group g of the batch belongs
+        to prompt g."""
         if step < 0:
             raise ValueError(f"step = {step}: RL steps count from 0.")
         if step not in self._batches:
@@ -174,7 +174,8 @@ class _Epochs:
         self._epochs: dict[int, tuple[int, ...]] = {}
 
     def uids_between(self, first: int, last: int) -> tuple[int, ...]:
-        """uids of the stream's positions first .. last-1, which are one batch's: distinct."""
+        """Return the uids at the stream's positions first .. last-1. They belong to one batch and
+        are distinct."""
         if first == last:
             return ()
         epoch, start = divmod(first, len(self._uids))
@@ -183,10 +184,11 @@ class _Epochs:
         return (*found, *(self._epoch_order(epoch + 1)[:missing] if missing else ()))
 
     def _epoch_order(self, epoch: int) -> tuple[int, ...]:
-        """uids in the order of epoch `epoch`.
+        """Return uids in the order of epoch `epoch`.
 
-        Where a batch takes prompts from two epochs, those of the old epoch come right after that
-        batch in the new one: the batch stays distinct, and every uid still occurs once per epoch.
+        A batch may take prompts from two epochs. The new epoch then takes the old epoch's prompts
+        of that batch only after the batch. So the batch stays distinct, and every uid occurs once
+        per epoch.
         """
         if epoch not in self._epochs:
             start = max((known for known in self._epochs if known < epoch), default=-1)
@@ -235,6 +237,6 @@ class PromptData(pl.LightningDataModule):
         self.sampler = PromptSampler(self.prompts, settings.groups_per_step, seed, shares)
 
     def train_dataloader(self) -> range:
-        """A placeholder, which the Strategy replaces. (A tuple would be a collection of loaders to
-        Lightning.)"""
+        """Return a placeholder, which the Strategy replaces. (For Lightning a tuple would be a
+        collection of loaders.)"""
         return range(len(self.prompts))

@@ -52,18 +52,18 @@ class Facts:
     """Option of configs/model -> its published sizes, by hand, and its counts.
 
     - network: arguments of the transformer's class.
-    - period: units of blocks whose mean is counted, where not all are alike (otherwise 1).
+    - period: number of blocks whose mean stands for every block, if blocks differ (else 1).
     - encoders: parameters of the text encoders, tokens of a prompt.
     - points: [frames, rows, columns] of tokens at which FLOPs are counted.
     - blocks, attention_blocks, hidden, text_tokens: numbers of the network.
     - joint_attention: whether text goes through the blocks.
-    - padded: text tokens beside those of `model.max_sequence_length`, to which every prompt is
-      padded; absent where padding is cut.
+    - padded: text tokens in addition to `model.max_sequence_length`, up to which every prompt is
+      padded. Absent if padding is cut.
     """
     latents: Latents = Latents()
     own_levels: str = ""
-    """What the network denoises on noise levels of its own beside those of the sample ("sound"):
-    a solver that counts on the sample's levels would count it wrong; "": nothing."""
+    """Part of a sample that the network denoises on noise levels of its own ("sound"). A solver
+    that uses the sample's levels would be wrong for it. "": no such part."""
     context: bool = False
     """Whether several ranks can share the tokens of a sample (`parallel.context`)."""
     conditioning: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)

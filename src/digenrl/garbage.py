@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_garbage() -> Iterator[None]:
-    """Switch the collector off for what leaves no reference cycles: imports, of whose time it takes
-    a fifth, and plans (a sixth). What is left behind counts as old, so that it is not searched at
-    once."""
+    """Disable garbage collection during imports and planning, where it finds nothing and takes 15
+    to 20 % of the time. Objects made in the body count as old afterwards, so that they are not
+    searched at once."""
     enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
     try:

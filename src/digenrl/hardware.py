@@ -36,8 +36,8 @@ class Pool:
     judges: int = 0
     """GPUs beside `count`, over all nodes, that hold rewards and no rank."""
     efficiency: tuple[tuple[str, float], ...] = ()
-    """What the profile says that the pool's GPUs reach, by key; the rest is as their kind of GPU
-    does."""
+    """Measured efficiencies of the profile, by key. Missing keys use the defaults of the GPU
+    model."""
 
 
 @dataclass(frozen=True)

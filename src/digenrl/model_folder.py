@@ -1,9 +1,9 @@
 """A model's folder is data: what its JSON files may not name.
 
 diffusers and transformers read classes and kernels from the files of a folder. A pipeline's index
-names the library of each component, and a `config.json` may name an attention kernel, which
-transformers fetches from the hub and runs where the package `kernels` is installed. Newer versions
-of both refuse more of this than older ones; these checks hold with any version.
+names the library of each component. A `config.json` may name an attention kernel, which
+transformers fetches from the hub and runs if the package `kernels` is installed. Newer versions of
+both libraries refuse more of this than older ones. The checks here hold with any version.
 """
 
 from __future__ import annotations

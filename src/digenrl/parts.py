@@ -1,5 +1,5 @@
-"""Parts from which `run.build` assembles a rank, and the checks of a configuration before any rank
-is started."""
+"""Parts from which `run.build_rank` assembles a rank, and the checks of a configuration before any
+rank is started."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from digenrl.transport.link import Link, LinkMaker, socket_link
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What every step of `run.build` reads. `build` fills it from its arguments, before anything is
+    """Input of every step of `run.build_rank`, filled from its arguments before anything is
     instantiated."""
 
     settings: Settings
@@ -101,7 +101,8 @@ def publishes_by_broadcast(settings: Settings, rollouts: int) -> bool:
 def schedule_spec(
     settings: Settings, trained_steps: int, trainers: int, rollouts: int = 1
 ) -> ScheduleSpec:
-    """The schedule that a configuration describes; measured shares begin with the profile's."""
+    """Return the schedule that a configuration describes. Measured shares begin with the
+    profile's."""
     shares: tuple[float, ...] = ()
     if settings.schedule.shares == "measured":
         profile = parse_hardware(settings.hardware)
@@ -110,7 +111,7 @@ def schedule_spec(
 
 
 def kinds_of_trainers(settings: Settings, world: World) -> set[str]:
-    """GPUs that the profile gives to trainers, by name."""
+    """Return the names of the GPUs that the profile gives to trainers."""
     pools = settings.hardware.pools.values()
     if settings.hardware.emulate or all(pool.gpu == "cpu" for pool in pools):
         return set()
@@ -122,7 +123,7 @@ def kinds_of_trainers(settings: Settings, world: World) -> set[str]:
 
 
 def sampling_spec(settings: Settings) -> SamplingSpec:
-    """The `sampling` group as the engine reads it."""
+    """Return the `sampling` group as the engine reads it."""
     sampling, evaluated = settings.sampling, settings.sampling.eval
     return SamplingSpec(
         sampling.steps,
@@ -137,9 +138,11 @@ def sampling_spec(settings: Settings) -> SamplingSpec:
 
 
 def model_of(settings: Settings, world: World) -> DictConfig:
-    """The `model` group as this rank builds it: what its GPU keeps for the backward pass, where
-    trainers differ; not filled yet where trainers shard it, or a rollout holds all weights in less
-    than they are stored in; no reference copy and nothing for a backward pass on a rollout.
+    """Return the `model` group with this rank's own changes.
+
+    A trainer gets what its own GPU keeps for the backward pass. A rollout gets no reference copy,
+    and keeps nothing for a backward pass. The network is built empty if trainers shard it, or if a
+    rollout holds all weights in a smaller dtype than they are stored in.
     """
     own: dict[str, Any] = {}
     model = _import_target(settings, "model")
@@ -296,7 +299,7 @@ def _check_lora(model: type[Policy], node: Mapping[str, Any]) -> None:
 
 
 def _import_target(settings: Settings, group: str) -> Any:
-    """What `_target_` of a group names."""
+    """Return the object that `_target_` of a group names."""
     name = settings.node_at(group)["_target_"]
     try:
         return get_object(name)

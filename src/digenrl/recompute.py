@@ -9,11 +9,16 @@
     offload     everything, in pinned memory of the host: nothing is computed twice, but all of it is copied twice,
                 beside the other blocks' work
 
-Gradients are the same bits in every case. `model.gradient_checkpointing` is false (all), true
-(inputs), products, attention, offload, a share of the blocks that keep their inputs alone, a
-mapping {products|attention|inputs|offload: share of the blocks}, or auto: the least repetition that
-fits into the memory of each rank's GPU (`extensions/planner/memory.py`); none where a tiny build is short of
-nothing. auto never off-loads. A run's config.yaml has what was chosen.
+Gradients are the same bits in every case. Values of `model.gradient_checkpointing`:
+
+    false, true                      all, inputs
+    products, attention, offload     every block does so
+    a number                         share of the blocks that keep their inputs alone; the others keep all
+    {products: 0.3, inputs: 0.2}     shares of the blocks, of products|attention|inputs|offload
+    auto                             the least repetition that fits into the memory of each rank's GPU
+
+auto asks `extensions/planner/memory.py` and never off-loads. For a tiny build it repeats nothing if
+memory is ample. A run's config.yaml has what was chosen.
 
 Pure: standard library only. Chen et al. 2016 (arXiv:1604.06174); selective: Korthikanti et al. 2022
 (arXiv:2205.05198).
@@ -35,7 +40,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Recompute:
-    """Shares of the blocks by what they keep; the rest keep all."""
+    """Shares of the blocks by what they keep. The other blocks keep all."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -68,7 +73,7 @@ class Recompute:
         return some
 
     def modes_of(self, blocks: int) -> tuple[str, ...]:
-        """What each of `blocks` keeps, every mode spread evenly over the depth."""
+        """Return what each of `blocks` keeps. Every mode is spread evenly over the depth."""
         credit = dict.fromkeys(self.shares, 0.0)
         chosen = []
         for _ in range(blocks):
@@ -81,10 +86,11 @@ class Recompute:
 
 
 def parse_recompute(value: object) -> Recompute:
-    """`value` of `model.gradient_checkpointing`; auto means inputs where nobody has resolved it.
+    """Return what a value of `model.gradient_checkpointing` means. An auto that nobody has resolved
+    means inputs.
 
     Raises:
-        ValueError: none of the allowed values; says which are.
+        ValueError: the value is not allowed; the message lists those that are.
     """
     if isinstance(value, Recompute):
         return value

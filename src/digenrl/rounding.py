@@ -13,16 +13,16 @@ from collections.abc import Sequence
 WHOLE_PRECISION = ("float32", "float64")
 """Dtypes whose rounding is far below every clip range in use."""
 WHOLE_BOUND, HALF_BOUND = 1e-5, 1e-3
-"""Largest first |ratio - 1| that is rounding, whatever the clip range: for `WHOLE_PRECISION` and
-for 16 bits. verl-omni measures 1e-5 at 65,536 dimensions in 16 bits (docs
-rollout_correction.md:99), small latents average less."""
+"""Largest first |ratio - 1| that counts as rounding, whatever the clip range: for
+`WHOLE_PRECISION`, and for 16 bits. verl-omni measures 1e-5 at 65,536 dimensions in 16 bits (docs
+rollout_correction.md:99). Small latents average over fewer dimensions, so the bound is larger."""
 PARTS_OF_CLIP = 4.0
 """Rounding may take this part of the clip range, 1 / 4."""
 _BY_STEPS = {1: 0.0, 2: 1.2e-5, 4: 3.5e-5}
 _COMPILED, MEASURED_DIMENSIONS = 1.1e-5, 65_536
-"""Measured on one H200 with FLUX.1, LoRA, bf16, 512 px (benchmarks/results, 2026-11-26): denoising
-steps in one forward -> largest first |ratio - 1|, the same for compiled blocks, and the latent's
-dimensions there. One step has the rollout's own shape."""
+"""Denoising steps in one forward -> largest first |ratio - 1|; the same for compiled blocks; the
+latent's dimensions. Measured on one H200 with FLUX.1, LoRA, bf16, 512 px (benchmarks/results,
+2026-11-26). One step has the rollout's own shape, so nothing rounds differently."""
 
 
 def first_ratio_bound(dtype: str, clip: Sequence[float] | None) -> float:

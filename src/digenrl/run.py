@@ -90,7 +90,7 @@ def build_rank(
         world: this process's place.
         session: how to reach the run.
         callbacks: further Lightning callbacks (tests record gradients with them).
-        advice: what the ranks are told (`Advisor.advise`); None: nothing.
+        advice: what the ranks are told (`Advisor.advise_ranks`); None: nothing.
     """
     if session.host != session.store_host:  # another machine than that of the store
         write_events_of(session.host)

@@ -128,7 +128,7 @@ def with_allocation(composed: Composed, trainers: int, rollouts: int, advisor: A
 
     Raises:
         ValueError: the numbers contradict another key, or a rank would not fit into its GPU's
-            memory (with the estimate, the pool, and a change that fits if there is one).
+            memory. The message has the estimate, the pool, and a change that fits if there is one.
     """
     settings = composed.settings
     numbers: dict[str, Any] = {"allocation.trainers": trainers}
@@ -172,8 +172,8 @@ def with_allocation(composed: Composed, trainers: int, rollouts: int, advisor: A
 
 
 def steps_within_bound(settings: Settings, dimensions: int) -> int:
-    """Return the most denoising steps in one forward with which the rounding of replay stays below
-    what a run accepts (`rounding`); all trained steps where there is no ratio.
+    """Return the largest number of denoising steps in one forward for which replay rounds less than
+    a run accepts (`rounding`). Without a ratio these are all trained steps.
 
     Args:
         dimensions: numbers of a sample's latents.
@@ -237,9 +237,8 @@ def evaluating_ranks(settings: Settings, rollouts: int) -> str | None:
 
 
 def trainers_must_evaluate(settings: Settings, rollouts: int) -> str | None:
-    """Why trainers evaluate by themselves, as settled or for the configuration as it is; None:
-    rollouts do. Rollouts hold weights in the dtype that every forward casts them to, so that
-    samples are the same."""
+    """Return the reason why trainers must evaluate, or None if rollouts can. Rollouts hold weights
+    in the dtype to which every forward casts them, so their samples are the same."""
     if settings.allocation.evaluation == "trainers":
         return "allocation.evaluation=trainers says so"
     if rollouts == 0:
@@ -268,13 +267,13 @@ def evaluation_nodes(settings: Settings) -> list[Any]:
 
 
 def sharding_mode(settings: Settings) -> str:
-    """`parallel.sharding`; replicas where nobody has settled `auto`."""
+    """Return `parallel.sharding`, or 'ddp' while it is still 'auto'."""
     return "ddp" if settings.parallel.sharding == AUTO else str(settings.parallel.sharding)
 
 
 def shard_group(settings: Settings, trainers: int) -> int:
-    """`parallel.shard_group` as a number: `auto` follows the smallest node of the pools that may
-    train."""
+    """Return `parallel.shard_group` as a number. `auto` follows the smallest node of the pools that
+    may train."""
     if isinstance(settings.parallel.shard_group, int):
         return int(settings.parallel.shard_group)
     pools = hardware.parse_hardware(settings.hardware).pools
@@ -301,8 +300,8 @@ def schedule_of(
 
 
 def trained_steps(settings: Settings) -> int:
-    """S: what `algorithm.train_steps` counts among sampling.steps. Its class is imported, and torch
-    if that needs it.
+    """Return S, the number of denoising steps that `algorithm.train_steps` trains. Its class is
+    imported, and torch if the class needs it.
 
     Raises:
         ValueError: the selection does not fit into sampling.steps.

@@ -112,8 +112,8 @@ class TrainBatch:
     """Usually one; more on a rank with a larger share, none on a replica that has nothing to
     train."""
     rewards: dict[str, Tensor]
-    """name -> [P, G] fp32 of the logical batch; NaN where a group is not complete yet or surplus
-    (never for a group in `blocks`), or a reward is missing. Evaluation-only rewards are present
+    """name -> [P, G] fp32 of the logical batch. NaN marks a missing reward, and a group that is
+    surplus or not complete yet (never a group in `blocks`). Evaluation-only rewards are present
     too."""
     reward_weights: dict[str, float]
     """name -> weight in the optimised sum; a reward absent here is only logged."""
@@ -127,7 +127,8 @@ class TrainBatch:
     block.version."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TrainBatch:
-        """The batch with every tensor on `device` (Lightning's batch transfer calls this)."""
+        """Return the batch with every tensor on `device` (Lightning's batch transfer calls
+        this)."""
         return move_tensors(self, device, non_blocking)
 
 
@@ -142,7 +143,7 @@ class Trajectory(Transitions):
 
 
 def move_tensors(value: _T, device: torch.device | str, non_blocking: bool = False) -> _T:
-    """`value` with every tensor inside dataclasses, dicts and tuples on `device`."""
+    """Return `value` with every tensor inside dataclasses, dicts and tuples on `device`."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=non_blocking)  # type: ignore[return-value]
     if isinstance(value, dict):

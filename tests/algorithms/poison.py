@@ -21,10 +21,12 @@ from digenrl.types import TrainBatch
 
 
 class Poison(pl.Callback):
-    """Args:
-    what: reward (infinite), advantage (NaN), ratio (overflows) or gradient (NaN).
-    rank: trainer rank that it happens to.
-    steps: RL steps at which it does.
+    """Callback that spoils one number of a trainer.
+
+    Args:
+        what: reward (infinite), advantage (NaN), ratio (overflows) or gradient (NaN).
+        rank: trainer rank whose number is spoilt.
+        steps: RL steps at which that happens.
     """
 
     def __init__(self, what: str, rank: int, steps: Sequence[int]) -> None:

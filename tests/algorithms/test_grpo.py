@@ -198,7 +198,7 @@ def test_cells_without_an_advantage_are_useful_to_a_kl_alone() -> None:
 
 
 def test_effective_samples_are_kishs_share_of_joint_ratios() -> None:
-    """On policy all cells count alike; one ratio that outweighs n others leaves about 1/n."""
+    """All cells count alike on policy. A ratio that outweighs n others leaves about 1/n."""
     policy = ToyPolicy()
     blocks = roll(policy, groups=1)
     module = grpo(policy)
@@ -548,7 +548,8 @@ def test_the_average_begins_with_the_first_weights_and_is_what_evaluations_see(
 
 
 def test_checkpoint_holds_trained_parameters_only_and_resumes(tmp_path: Path) -> None:
-    """strict_loading False; average and first ratio survive; loads with weights_only=True."""
+    """The average and the first ratio survive. `strict_loading` is False, and weights_only=True
+    loads the file."""
 
     def cut(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[TrainBatch]:
         return [batch(blocks, rewards, version=step)]

@@ -1,5 +1,5 @@
-"""One run, one record: a resumed run goes on in the rows, the W&B run and the configuration that
-its loggers have, and their x axis counts RL steps as metrics.jsonl does."""
+"""One run has one record. A resumed run continues the rows, the W&B run and the configuration of
+its loggers. Their x axis counts RL steps, as metrics.jsonl does."""
 
 from __future__ import annotations
 

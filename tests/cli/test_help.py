@@ -20,7 +20,12 @@ COMMANDS = {
         "Number of groups in a fragment",
         "experiment ",
     ),
-    "plan": ("plan.show = 10", "whole number >= 1", "candidates printed", "schedule.gap = 1"),
+    "plan": (
+        "plan.show = 10",
+        "whole number >= 1",
+        "candidates that are printed",
+        "schedule.gap = 1",
+    ),
     "profile": ("pool = null", "Pool of the profile", "schedule.gap = 1"),
     "report": ("run = required", "path of a run directory"),
     "join": (
@@ -38,7 +43,12 @@ COMMANDS = {
     ),
     "vote": ("run = required", "open = true", "opened in a browser"),
     "export": ("weights = evaluated", "evaluated | trained | average", "moving average"),
-    "score": ("batch = 16", "whole number >= 1", "files read and scored together", "images "),
+    "score": (
+        "batch = 16",
+        "whole number >= 1",
+        "files that are read and scored together",
+        "images ",
+    ),
     "serve-reward": ("port = 8700", "whole number >= 0 and <= 65535", "limits.max_pending = 4"),
     "new": ("kind = required", "experiment | hardware | model | reward", "name = required"),
     "check": ("self-check", "lists all that this run lacks"),

@@ -35,8 +35,8 @@ MESSAGE = struct.pack("!4sHIH", b"DGRL", 1, 12, 0) + b'{"names":[]}'
 
 
 class Attacker:
-    """Its tries on one port of a run, each named; `taken` collects what was answered that should
-    not have been."""
+    """An attacker's tries on one port of a run, each named. `taken` collects answers that should
+    not have come."""
 
     def __init__(self, trap: int) -> None:
         self.taken: list[str] = []

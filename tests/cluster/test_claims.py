@@ -297,8 +297,8 @@ def test_decline_makespan_of_the_runtime(store: Store, seconds: list[float], gro
 
 
 def test_a_rank_declines_only_for_ranks_that_can_take_the_task(store: Store) -> None:
-    """Not for one that is lost, that has gone on to the next version, or whose speed is not
-    known."""
+    """A rank that is lost, that has gone on to the next version, or whose speed is unknown does not
+    count."""
     _, controls = store.controls(2)
     clock = Clock()
     slow, fast = (

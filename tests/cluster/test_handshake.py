@@ -126,7 +126,8 @@ def test_a_recorded_handshake_is_worth_nothing(door: Door) -> None:
 
 
 def test_the_listening_ends_own_proof_opens_no_door(door: Door) -> None:
-    """Its proof is sent back to it, on this connection and on another one with the same nonces."""
+    """The attacker sends the listener's own proof back, on this connection and on another with the
+    same nonces."""
     with door.stranger() as first, door.stranger() as second:
         first.sendall(HELLO)
         answer = exactly(first, 32 + PROOF)
@@ -200,7 +201,7 @@ def test_a_store_answers_its_run_alone_and_says_when_it_is_gone() -> None:
 
 
 def test_a_store_that_stays_silent_is_lost_after_the_limit_of_a_request() -> None:
-    """Its machine answers, and its process does not. The late answer is nobody's."""
+    """The store's machine answers, its process does not. Nobody takes the late answer."""
     handshake, silent = Handshake(answer_s=2.0), threading.Event()
 
     def welcome(sock: socket.socket, rank: int) -> None:

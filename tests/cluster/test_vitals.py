@@ -339,7 +339,8 @@ class Over(Exception):
 def test_a_rank_leaves_a_run_that_is_over_after_its_limits_and_says_why(
     gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By its own looks, one a second. A look after a pause of an hour counts two seconds."""
+    """The rank counts its own looks, one a second. A look after a pause of an hour counts two
+    seconds."""
     now, told, said = [100.0], dict[str, str](), list[str]()
 
     def exit_(code: int) -> None:

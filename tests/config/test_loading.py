@@ -146,8 +146,8 @@ def test_resume_takes_the_runs_own_configuration(tmp_path: Path) -> None:
 
 
 def test_a_stored_configuration_is_completed_by_the_keys_that_came_after_it(tmp_path: Path) -> None:
-    """With the values under which nothing changes, and a note; what the user removes is still
-    missing."""
+    """The added keys get values under which nothing changes, and a note. A key that the user
+    removes stays missing."""
     run = config.prepare_run_dir(config.load(["schedule=full", f"hydra.run.dir={tmp_path}/run-0"]))
     stored = OmegaConf.load(run / "config.yaml")
     for parent, key in (

@@ -355,9 +355,9 @@ class Few(help_.Arguments):
     """Keys of a command."""
 
     steps: int = 3
-    """How many."""
+    """Number of steps."""
     name: str
-    """Which."""
+    """Name of the thing."""
 
 
 def test_a_command_reads_its_own_keys_and_leaves_the_others() -> None:
@@ -371,7 +371,7 @@ def test_a_command_reads_its_own_keys_and_leaves_the_others() -> None:
         read(Few, ["step=4", "plain", "steps=x", "zzz=1"])
     assert found.value.problems[0] == "plain: settings are key=value; keys: name, steps."
     said = sorted(found.value.problems)
-    assert said[0] == "name: missing; allowed: text (Which)."
+    assert said[0] == "name: missing; allowed: text (Name of the thing)."
     assert said[2] == "step = 4: no such key; nearest: steps."
     assert said[3].startswith("steps = x: ")
     assert said[4] == "zzz = 1: no such key; keys: name, steps."

@@ -1,5 +1,5 @@
-"""Paths are absolute from the moment when the words are read, and a copy of a key follows its
-source, in a new run and in a stored one."""
+"""Paths become absolute when the words are read. A copy of a key follows its source. Both hold in a
+new run and in a stored one."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ def test_a_stored_copy_leads_nowhere_else(here: Path) -> None:
 
 
 def test_no_stored_text_holds_a_relative_path(here: Path) -> None:
-    """Of the words that name files here, none is left in config.yaml as it was typed."""
+    """No word that names a file here is left in config.yaml as it was typed."""
     words = ["data.prompts=mine.txt", "data.heldout=held.txt", "model.path=base.safetensors"]
     tree = OmegaConf.load(stored(words, here) / "config.yaml")
     typed = ("mine.txt", "held.txt", "base.safetensors", "outputs")

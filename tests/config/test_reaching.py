@@ -32,9 +32,9 @@ RULES = {
     "urls": "confirm_hosts (stored)",
     "version": "a plain name (reaching)",
 }
-"""Argument -> the rule that bounds it. The list has more: a value beside such an argument, which
-decides whether it is read (`build`, `start_s`), and tiny weights that a scorer writes into a
-temporary directory of its own."""
+"""Argument -> the rule that bounds it. The list also has values that decide whether such an
+argument is read (`build`, `start_s`). And it has tiny weights that a scorer writes into a temporary
+directory of its own."""
 
 
 @pytest.fixture

@@ -183,7 +183,7 @@ def test_the_directory_of_a_plan_is_no_run(tmp_path: Path, load: Load) -> None:
 
 @pytest.mark.heavy
 def test_a_class_that_moved_is_found_where_it_is_now(run: Path) -> None:
-    """As in a run that was stored before `digenrl.extensions.methods` was there."""
+    """The run was stored before `digenrl.extensions.methods` existed."""
     tree = OmegaConf.load(run / "config.yaml")
     tree.algorithm.sde = {"_target_": "digenrl.diffusion.sde.LinearSDE", "noise_level": 0.9}
     OmegaConf.save(tree, run / "config.yaml")

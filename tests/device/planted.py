@@ -18,7 +18,7 @@ POLICIES = "tests/gpu/test_policies.py"
 
 @dataclass(frozen=True)
 class Fault:
-    """One mistake, and the test that fails of it."""
+    """A planted mistake, and the test that must fail."""
 
     name: str
     """Area and a few words: the id of the test."""

@@ -173,7 +173,8 @@ def test_flow_mean_equals_its_coefficient_form() -> None:
 
 
 def check_exact_pair(kernel: Kernel) -> None:
-    """With v = eps - x0 the step's mean has closed-form coefficients of data and noise."""
+    """Check the closed-form coefficients of data and noise that the step's mean has for v = eps -
+    x0."""
     data = rows([1, 4, 8], (4, 6))
     x0, eps = data["latents"], data["velocity"]
     s, s1 = (column(data[name], x0) for name in ("sigma", "next_sigma"))

@@ -25,8 +25,8 @@ ALL: list[StepSelection] = [
 def test_plans_are_deterministic_sized_and_leave_the_last_step_out(
     selection: StepSelection, steps: int
 ) -> None:
-    """Check 19: same plan wherever it is computed; S = count; the last step is excluded (for SDE
-    training)."""
+    """Check 19: the plan is the same wherever it is computed, S is the count, and SDE training
+    excludes the last step."""
     for step in range(30):
         plan = selection.plan_steps(7, step, steps)
         assert plan == selection.plan_steps(7, step, steps)

@@ -46,7 +46,7 @@ def free_port() -> int:
 
 
 def _unscheduled() -> dict[str, str]:
-    """Return this process's environment without what a scheduler says in it."""
+    """Return this process's environment without the variables of a scheduler."""
     return {
         key: value
         for key, value in os.environ.items()
@@ -131,8 +131,7 @@ def words(tmp_path: Path, trainers: int, rollouts: int, *more: str) -> list[str]
 
 
 def summary(processes: Processes) -> dict[str, Any]:
-    """Of the run whose directory is the last line of process 0's standard output (under either
-    agent)."""
+    """Return the summary of the run whose directory process 0 prints last (under either agent)."""
     lines = [*processes.said(0).splitlines(), *processes.said(1).splitlines()]
     assert lines, processes.tails()
     return json.loads((Path(lines[-1]) / "summary.json").read_text())

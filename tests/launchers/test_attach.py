@@ -268,9 +268,9 @@ def test_a_run_under_torchrun_takes_rollouts_in_and_outlives_them(
 def test_a_rank_killed_under_torchrun_ends_the_job(
     tmp_path: Path, processes: Processes, victim: int
 ) -> None:
-    """Its agent sees it; the other agent does not, but its ranks do: nobody waits for what the dead
-    rank owned. Where it owned nothing, its neighbour's SIGTERM (its agent's) may end the run in
-    order before anybody misses it."""
+    """The victim's agent sees the death. The other agent does not, but its ranks do: nobody waits
+    for what the dead rank owned. If the victim owned nothing, the SIGTERM that its agent sends to
+    its neighbour may end the run in order, before anybody misses the victim."""
     agents = endless_run(tmp_path, processes)
     ranks = workers(agents)
     ranks[victim].kill()
@@ -543,7 +543,8 @@ def test_nobody_stays_in_a_collective_of_a_run_that_is_over(
 
 
 def ended(process: psutil.Process) -> bool:
-    """Also where its agent, which waits for the other agent, has not taken note of it."""
+    """Return whether a process has ended, even if its agent waits for the other agent and has not
+    reaped it."""
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 

@@ -1,5 +1,5 @@
-"""A run that cannot start here says all that is missing at once, GPUs first, in the words of its
-caller, and ends with a command that goes on."""
+"""A run that cannot start here lists everything that is missing, GPUs first, in the words of its
+caller. The last line is a command that goes on."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def test_a_cluster_of_this_machine_alone_ends_with_the_run(running: Any) -> None
 
 
 def test_ranks_take_over_what_the_driver_was_given() -> None:
-    """And nothing that is secret, or that says which GPUs a rank sees."""
+    """Ranks get no secret, and no variable that says which GPUs a rank sees."""
     taken = {
         "HF_HOME": "/shared/hf",
         "HF_HUB_OFFLINE": "1",
@@ -213,7 +213,8 @@ with seated_ranks(Places(None, ({"CPU": 0.1},), 1, 60.0, 0.0, 1.0), 1):
 
 @pytest.mark.slow
 def test_a_process_that_starts_slowly_lacks_no_place() -> None:
-    """Its resources are reserved, so it gets the time of a start and not that of a place."""
+    """Resources of the process are reserved, so the limit for a start holds, not the limit for a
+    place."""
     pytest.importorskip("ray")
     done = subprocess.run([sys.executable, "-c", SLOWLY], capture_output=True, text=True)
     assert "PlacementError: the processes of 1 ranks (rank 0: {'CPU': 0.1}) have not" in done.stderr

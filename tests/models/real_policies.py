@@ -81,8 +81,8 @@ def plainly(module: nn.Module, change: Callable[[Any], Any], recurse: bool = Tru
 
 
 def decoder_moves(family: str, tasks: int) -> list[torch.device]:
-    """Decode `tasks` samples one after the other on a GPU that does not exist, with encoders
-    off-loaded; return where the decoder, which begins on the host, is moved."""
+    """Return the devices to which the decoder moves while `tasks` samples are decoded one by one.
+    The decoder begins on the host, encoders are off-loaded, and the GPU does not exist."""
     policy, moved = real(family, True, offload_encoders=True), list[torch.device]()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         place(policy, torch.device("cuda", 0))

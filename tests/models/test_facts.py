@@ -105,7 +105,7 @@ configurations."""
 WORKLOADS = "tests/extensions/planner/"
 """Tests that compute with a model's sizes, as experiments do."""
 EXAMPLES = {"flux", "sd3", "wan"}
-"""Families that documents, tests and measurements name wherever they need one."""
+"""Families that documents, tests and measurements use as examples."""
 ZOO = [family for family in FACTS if family not in EXAMPLES]
 
 

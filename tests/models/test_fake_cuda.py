@@ -46,13 +46,13 @@ CUDA = torch.device("cuda", 0)
 
 
 def shapes(policy: DiffusersPolicy) -> dict[str, tuple[int, ...]]:
-    """Of the conditioning of one prompt, at published size."""
+    """Return the shapes of the conditioning of one prompt, at published size."""
     return _families.conditioning(policy.facts(), policy, *ROWS[policy.family].real_text)
 
 
 @pytest.fixture(autouse=True)
 def rows_of_both_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose a row is depends on values."""
+    """Choose each row's expert by its number, because fake tensors have no values to choose by."""
     monkeypatch.setattr(
         Experts,
         "high_noise_rows",
@@ -61,7 +61,7 @@ def rows_of_both_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def conditioning(policy: DiffusersPolicy, device: torch.device = CUDA) -> dict[str, Tensor]:
-    """Of one prompt and of the negative one, as `Policy.encode` gives them."""
+    """Return the conditioning of a prompt and of its negative prompt, as `Codec.encode` does."""
     made = {
         key: torch.ones(
             1, *shape, device=device, dtype=torch.bool if key.endswith("mask") else policy.dtype
@@ -129,10 +129,9 @@ def block(
 @pytest.mark.slow  # tests/device has the default run's
 @pytest.mark.parametrize("family", FAMILIES)
 def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(family: str) -> None:
-    """With classifier-free guidance; first as a trainer holds the weights, then as a rank that only
-    generates. With an
-    adapter: where all weights are trained, autocast asks for a driver. A reward suite asks for
-    values, so the scorer is called without one."""
+    """Guidance is classifier-free. First the weights are held as by a trainer, then as by a rank
+    that only generates. An adapter is trained: with all weights trained, autocast asks for a
+    driver. The scorer is called without a reward suite, which would ask for values."""
     ensure(family)  # what is not there yet is built outside of the fake device
     policy = real(family, True, offload_encoders=False, **guidance(family))
     scorer = ClipScore(build="tiny", device="cpu")

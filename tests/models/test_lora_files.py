@@ -72,7 +72,7 @@ def as_diffusers_directory(policy: DiffusersPolicy, folder: Path) -> Path:
 
 
 def as_peft(policy: DiffusersPolicy, folder: Path) -> Path:
-    """As `PeftModel.save_pretrained` writes."""
+    """Write the adapter's factors as `PeftModel.save_pretrained` does."""
     save_file(
         {
             f"base_model.model.{name.replace('.default', '')}": value.contiguous()
@@ -200,7 +200,7 @@ def test_a_layer_that_a_tool_trained_as_one_is_divided(tmp_path: Path) -> None:
 
 
 def test_the_reference_is_the_base_or_the_loaded_adapter(tmp_path: Path) -> None:
-    """Also after training has moved the adapter."""
+    """The reference stays after training has moved the adapter."""
     first = make("flux")
     base = drawn(first)
     randomise_lora(first)
@@ -219,7 +219,7 @@ def test_the_reference_is_the_base_or_the_loaded_adapter(tmp_path: Path) -> None
 
 
 def test_a_network_that_is_filled_later_has_the_file_and_the_reference(tmp_path: Path) -> None:
-    """As sharded trainers build it: without memory, then read."""
+    """Sharded trainers build the network without memory, and fill it later."""
     first = make("flux")
     randomise_lora(first)
     path = as_diffusers(first, tmp_path)

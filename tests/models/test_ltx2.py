@@ -10,6 +10,6 @@ from tests.models.real_policies import decoder_moves
 
 @pytest.mark.slow  # fast, on the strict device: tests/device/inside/test_parts.py
 def test_a_large_decoder_leaves_the_device_after_each_task() -> None:
-    """Its VAE has more than a gibibyte, which trainers and rollouts need for other things."""
+    """The VAE has more than a gibibyte, which trainers and rollouts need for other things."""
     there, back = torch.device("cuda", 0), torch.device("cpu")
     assert decoder_moves("ltx2", tasks=2) == [there, back] * 2

@@ -377,7 +377,7 @@ def test_attention_backend_is_set_for_the_whole_network_and_a_wrong_name_is_refu
 
 @pytest.mark.parametrize("family", FIRST)
 def test_attention_is_pytorchs_choice_and_the_record_says_which(family):
-    """With another order of its kernels the choice, and the word for it, change."""
+    """If PyTorch prefers another kernel, the choice and the recorded name change."""
     policy, cpu = make(family), torch.device("cpu")
     assert make(family, attention_backend=None).attention_used(cpu) == policy.attention_used(cpu)
     assert policy.attention_used(cpu) == {"backend": "native", "kernel": "flash_attention"}

@@ -1,5 +1,6 @@
-"""What a pipeline of diffusers adds to its transformer: how much is decoded at once, where the decoder
-stays, its grid and its pictures; on tiny builds, each by a small calculation of its own."""
+"""What a pipeline of diffusers adds to its transformer: how much is decoded at once, where the
+decoder stays, its grid and its pictures. Each is checked on tiny builds, by a small calculation of
+its own."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from digenrl.types import Prompt
 
 
 class Network(nn.Module):
-    """A matrix product in one block, and a norm outside of it."""
+    """A network with a matrix product in a block, and a norm outside."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ def sampled(policy: DiffusersPolicy) -> Tensor:
 def test_every_format_draws_what_it_draws_as_a_start(
     family: str, write: Any, tmp_path: Path
 ) -> None:
-    """And outside `sampling` the policy is what it was, bit by bit."""
+    """Outside of `sampling` the policy is unchanged, bit for bit."""
     path = write(adapted(family), tmp_path)
     policy, plain = make(family), drawn(make(family))
     policy.sample_with(str(path))
@@ -67,7 +67,7 @@ def test_it_is_added_to_what_is_trained_and_to_its_reference(lora: Any, tmp_path
 
 
 def test_layers_have_ranks_and_scales_of_their_own(tmp_path: Path) -> None:
-    """As published few-step adapters do; also layers that the run would not adapt."""
+    """Published few-step adapters do so. They also adapt layers that the run would not."""
     path = as_kohya(adapted(), tmp_path)
     tensors = load_file(path)
     first, second, *_ = sorted(name for name in tensors if name.endswith(".alpha"))
@@ -120,7 +120,7 @@ def test_a_rank_that_only_generates_draws_what_a_trainer_draws(
 
 
 def test_a_network_that_is_filled_later_draws_alike(tmp_path: Path) -> None:
-    """As sharded trainers build it: the adapter is there before the weights."""
+    """Sharded trainers build the network so: the adapter is there before the weights."""
     path = str(as_diffusers(adapted(), tmp_path))
     whole, filled = make("flux"), make("flux", empty=True)
     whole.sample_with(path)

@@ -57,7 +57,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_machines_write_events_of_their_own_and_the_report_reads_them_in_order(
     tmp_path: Path,
 ) -> None:
-    """On NFS an append is atomic within a machine alone."""
+    """NFS makes an append atomic only within a machine."""
     hosts = "", "10.0.0.2", "fe80::1%eth0", "10.0.0.2", ""
     for number, host in enumerate(hosts):
         run_dir._events_name = EVENTS

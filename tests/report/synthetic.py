@@ -1,9 +1,9 @@
 """A faithful run directory without a run: the contract's files, with figures like those of the
 digits experiment.
 
-The clock is invented, the rest follows the system: 2 trainers and 2 rollout ranks, groups generated
-in order and trained while the next are generated, weights published after each RL step, evaluation
-at first and every eight steps.
+The clock is invented, the rest follows the system. 2 rollout ranks generate groups in order, and 2
+trainers train each while the next are generated. Weights are published after each RL step.
+Evaluations come at first and every eight steps.
 """
 
 from __future__ import annotations

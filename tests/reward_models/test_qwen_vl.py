@@ -1,5 +1,5 @@
-"""The reward models on Qwen-VL, in random builds of the same classes: what they are shown and asked,
-which hidden states their heads read, and how published files are loaded."""
+"""The reward models on Qwen-VL, in random builds of the same classes. Tested are their pictures and
+questions, the hidden states that their heads read, and the loading of published files."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ LORA = {"rank": 2, "alpha": 4, "targets": ["to_q", "to_v"]}
 
 
 class Shifted(DigitsPolicy):
-    """Its velocity is the base's plus a constant in each dimension, exactly."""
+    """A policy whose velocity is exactly the base's plus a constant in each dimension."""
 
     def velocity(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         return super().velocity(latents, sigmas, condition) + (

@@ -110,7 +110,8 @@ class Meanwhile(MemoryClaims):
 
 
 def test_a_rank_that_comes_second_to_the_last_task_gets_none() -> None:
-    """Its count is beyond the queue's end, and what is there goes to nobody when it dies."""
+    """The late rank's count is beyond the queue's end. When that rank dies, nobody gets the
+    position."""
     store = Meanwhile()
     one, two = Claims(store, 0), Claims(store, 1)
     last, part = TASKS[:1], range(1)

@@ -64,8 +64,8 @@ def test_many_left_never_contradicts_the_count(
 
 @pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
 def test_tasks_are_counted_exactly_where_a_division_is_not(rank: int, other: int) -> None:
-    """(1.7 - 0) / 0.1 is less than 17, and 17 x 0.1 is more than 1.7: in tenths, with the neighbours of
-    each moment, as if one counted."""
+    """In floats (1.7 - 0) / 0.1 is less than 17, and 17 x 0.1 is more than 1.7. Costs in tenths are
+    tried, with the neighbouring floats of each moment. The result must be that of counting."""
     for free, seconds, n in itertools.product((0.0, 0.1, 0.7, 2.3), range(1, 12), range(24)):
         cost = seconds / 10
         end = free + n * cost
@@ -88,7 +88,8 @@ def test_a_slow_rank_leaves_the_last_task_to_a_fast_one() -> None:
 
 @pytest.mark.parametrize("head", [0, 8])
 def test_a_rank_of_unknown_speed_takes_a_task(head: int) -> None:
-    """Also where the head of the queue alone is left, which trainers mean to make themselves."""
+    """The rank takes one even if only the head of the queue is left, which trainers want to
+    make."""
     scheduler = Scheduler(SPEC, Roles(1, 2), lambda version: ())
     scheduler.saw_rank(1, Work(0, 1.0))
     scheduler.saw_rank(2, Work(0))
@@ -96,7 +97,8 @@ def test_a_rank_of_unknown_speed_takes_a_task(head: int) -> None:
 
 
 def test_a_rank_that_joined_generates_as_long_as_it_is_there() -> None:
-    """With the speed that it says; a first rollout is waited for, though it has not begun."""
+    """A rank that joins counts with the speed that it reports. A first rollout counts before it has
+    begun."""
     scheduler = Scheduler(SPEC, Roles(1, 1), lambda version: ())
     for rank in (1, 2):
         scheduler.saw_rank(rank, Work(0, 2.0))
@@ -143,9 +145,9 @@ def test_the_rollout_rank_that_is_free_first() -> None:
 
 @pytest.mark.parametrize(("until", "lends"), [(2.5, True), (0.0, False)], ids=["lending", "done"])
 def test_a_fragment_in_another_lenders_hands_is_not_ready(until: float, lends: bool) -> None:
-    """All of group 0 is claimed. Where trainer 1 still generates its last task, trainer 0 has time
-    for a task of group 1; where nobody does, it only waits for the result, and must not begin
-    anything (I6)."""
+    """All of group 0 is claimed. While trainer 1 still generates its last task, trainer 0 has time
+    for a task of group 1. If nobody generates, trainer 0 only waits for the result, and must not
+    begin anything (I6)."""
     scheduler = trainer_scheduler(2, 1)
     scheduler.saw_rank(2, Work(0, TASK_S))
     scheduler.saw_rank(1, Work(0, TASK_S, 0, 0, until) if until else Work(0, TASK_S))
@@ -178,8 +180,8 @@ def test_a_step_is_predicted_with_loans_only_where_trainers_may_lend() -> None:
 
 
 def test_the_next_steps_tasks_fill_a_wait_for_older_ones() -> None:
-    """One-step asynchrony, every group stale: what step 1 still lacks only holders of version 0 may
-    generate, so a trainer of version 1 lends to step 2 while it waits, and only then."""
+    """Asynchrony of one step, every group stale. Only holders of version 0 may generate what step 1
+    still lacks. So a trainer of version 1 lends to step 2, but only while it waits."""
     spec = replace(SPEC, async_steps=1, stale_fraction=1.0)
     scheduler = trainer_scheduler(1, 1, spec)
     scheduler.saw_rank(1, Work(0, TASK_S, 1, 1, 0.5))

@@ -125,8 +125,8 @@ def test_lends_in_a_long_bubble_and_waits_in_a_short_one() -> None:
 def test_the_unit_of_time_decides_nothing(
     free: float, rollout: float, tasks: tuple[int, ...], train: float, lend: float, switch: float
 ) -> None:
-    """Where a loan before a later fragment gains too, no gain is too small to be one. The other
-    unit, of 1024 s, is exact."""
+    """Loans before a later fragment gain too, and a gain counts however small its number is. The
+    other unit, 1024 s, is exact in floats."""
     found = []
     for unit in (1.0, 1024.0):
         state = LendingState(
@@ -168,7 +168,8 @@ def test_a_loan_is_made_by_the_trainers_that_are_there_then() -> None:
 
 
 def test_what_is_left_of_the_next_step_is_shared_by_speed() -> None:
-    """By 8 s the rollout rank has made 2 of 12 tasks. It makes .25 a second, the lenders 1."""
+    """The rollout rank makes 0.25 tasks a second, the lenders 1. After 8 s the rollout rank has
+    made 2 of 12."""
     state = LendingState(
         (0.0,), (4.0,), 0, (0,), (0.0,), (1.0,), 2.0, lenders=2, tasks_later=12, later_taken=1
     )

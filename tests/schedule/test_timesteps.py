@@ -124,8 +124,8 @@ def test_sharded_ranks_run_a_third_of_the_forwards_for_a_third_of_the_samples() 
 
 @pytest.mark.parametrize("trainers", [2, 4])
 def test_replicas_divide_whole_groups_when_a_group_is_one_task(trainers: int) -> None:
-    """All steps of a task in one forward, so that nobody can help another with its group: each has
-    groups of its own, and no other cell occupies it."""
+    """All steps of a task are in one forward, so no trainer can help another with a group. Each
+    trainer has groups of its own, and trains no other cell."""
     schedule = spec(task_size=6, tsp_batch=7, gap=1)
     cells = [
         cells_by_rank(schedule, trainers, False, fragment)

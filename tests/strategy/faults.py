@@ -72,17 +72,19 @@ class AllThere(pl.Callback):
 
 
 class Fault(pl.Callback):
-    """Args:
-    point: a key of `POINTS`, before_join, after_join, or the dotted name of a method (of an
-    extension, for example).
-    rank: launch rank that must come to the point.
-    action: kill (SIGKILL), stop (SIGSTOP) or raise (in another process by SIGALRM, where that
-        raises); in its own process also hang, leave (exit with code 0), go (SIGTERM, and a rest
-        until it is heard) or exhaust (take all memory).
-    call: at the how-manieth passage.
-    target: whom it happens to: self, launcher, or another launch rank.
-    seconds: how long it hangs; None = for ever.
-    once: not again in an attempt that begins after it.
+    """Callback that makes a process fail when a rank comes to a point of its run.
+
+    Args:
+        point: a key of `POINTS`, before_join, after_join, or the dotted name of a method (of an
+            extension, for example).
+        rank: launch rank that must come to the point.
+        action: kill (SIGKILL), stop (SIGSTOP) or raise (in another process by SIGALRM, whose
+            handler raises). In its own process also hang, leave (exit with code 0), go (SIGTERM,
+            then sleep until it is heard) or exhaust (take all memory).
+        call: number of the passage at which the process fails, from 1.
+        target: process that fails: self, launcher, or another launch rank.
+        seconds: seconds of a hang; None = for ever.
+        once: fail no more in an attempt that begins after the failure.
     """
 
     def __init__(

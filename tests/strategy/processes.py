@@ -203,7 +203,7 @@ class Cluster:
         return _rows(self.run_dir / "metrics.jsonl")
 
     def spans(self, stage: str | None = None) -> list[dict[str, Any]]:
-        """Spans of all ranks, or those of one stage."""
+        """Return the spans of all ranks, or only those of `stage`."""
         rows = [
             row for path in sorted((self.run_dir / "spans").glob("*.jsonl")) for row in _rows(path)
         ]

@@ -25,7 +25,7 @@ from tests.strategy.processes import Cell, Record
 
 
 class Reference:
-    """One policy, one optimizer, plain loops.
+    """Training in plain loops, with a single policy and optimizer.
 
     Args:
         config: the same configuration that the cluster gets; its `schedule` is not read, except
@@ -177,7 +177,7 @@ class Reference:
             self.optimizer.step()
 
     def _selected(self, rewards: dict[int, Tensor], groups: range) -> list[int]:
-        """Those of `groups` that may be trained, in order."""
+        """Return the groups that may be trained, in order."""
         scored = [group for group in groups if not rewards[group].isnan().any()]
         if not self.config.data.oversample and self.config.data.zero_variance_groups == "keep":
             return scored

@@ -47,8 +47,8 @@ WORDS = (
 
 
 class NoHandler(pl.Callback):
-    """Fails where Lightning handles SIGTERM, and so would broadcast it before each micro-batch; and
-    where a step could not be dropped: the weights before it are kept, as it trains an adapter."""
+    """Fail if Lightning handles SIGTERM: it would broadcast before each micro-batch. Fail too if a
+    step could not be dropped: an adapter is trained, so the weights before the step are kept."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -1,11 +1,11 @@
 """Every schedule computes what a single process computes: same samples, same gradients, same
 weights.
 
-With one trainer in canonical order everything is bit-equal. With several, sums are taken in another
-order, so gradients and weights agree to rounding; samples are then bit-equal as long as the weights
-are (the first RL step). FSDP puts its own nodes into the autograd graph, which changes the order in
-which an activation with several consumers collects its
-gradient: with all weights trained, that is rounding too.
+With one trainer in canonical order everything is bit-equal. Several trainers take sums in another
+order, so gradients and weights agree to rounding. Samples are then bit-equal only in the first RL
+step, as the weights are. FSDP puts its own nodes into the autograd graph. This changes the order in
+which an activation with several consumers collects its gradient. With all weights trained, that is
+rounding too.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def test_the_same_numbers_in_every_schedule(running: Any, words: tuple[str, ...]
 def test_a_rollout_that_dies_in_the_middle_changes_no_number(
     running: Any, schedule: tuple[str, ...]
 ) -> None:
-    """Of two, one dies at its second piece, and the other makes the rest."""
+    """A rollout dies at its second piece, and the other rollout makes the rest."""
     words = ("allocation.trainers=1", "allocation.rollouts=2", *schedule)
     dies = ended(running(*words, *fault("evaluate", 2, "kill", call=2), tiny=EVALUATION, fork=True))
     whole = ended(running(*words, tiny=EVALUATION, fork=True))

@@ -53,8 +53,8 @@ from tests.transport.test_wire import reader
 def test_I1_the_same_seeds_give_the_same_samples_in_every_mode(
     everything: dict[str, Cluster],
 ) -> None:
-    """As the reference, with everything on (colocated: test_alone); and another seed gives
-    others."""
+    """Samples are the reference's with everything on (colocated: test_alone). Another seed gives
+    other samples."""
     found, wanted = everything["full"].record, reference_of(configured(*LIGHT, *EVERYTHING["full"]))
     assert_same_cells(found, wanted)
     assert len(found.gradients) == len(wanted.gradients) == 2
@@ -236,11 +236,11 @@ def test_I5_the_old_log_prob_is_the_one_that_the_rollout_rank_stored(
 
 @pytest.mark.processes
 def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: Path) -> None:
-    """A trainer that lends once before a step's first fragment, and whenever it may after it, also
-    between the two updates of a batch: nothing of its own moves, no lent work starts while a
-    fragment is ready, the published weights are used, and the run equals its reference. The rollout
-    rank holds back the later groups of a step until the trainer has lent in an open update, the
-    last ones until it has lent between updates."""
+    """The trainer lends once before a step's first fragment, and later whenever it may, also
+    between the two updates of a batch. Nothing of its own moves, and no lent work starts while a
+    fragment is ready. The published weights are used, and the run equals its reference. To make
+    this happen, the rollout rank holds back the later groups of a step until the trainer has lent
+    in an open update. It holds back the last groups until the trainer has lent between updates."""
 
     def hold_back(rank: run.Rank) -> None:
         advance = rank.strategy.engine.take_step

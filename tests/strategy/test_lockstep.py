@@ -82,9 +82,9 @@ def test_a_wait_in_lockstep_survives_the_limit_of_a_collective(tmp_path: Path) -
 def test_replicas_on_unequal_gpus_take_the_first_ones_weights(
     tmp_path: Path, words: tuple[str, ...], trainers: int, unequal: bool
 ) -> None:
-    """A last bit that differs after an update ends a run of equal GPUs, and is levelled out where
-    they are unequal: in the trained weights and in what is published in their place (NFT), of
-    replicas and of nodes that hold a copy each."""
+    """On equal GPUs a last bit that differs after an update ends the run. On unequal GPUs the
+    difference is levelled out: in the trained weights and in weights published in their place
+    (NFT), for replicas and for nodes that hold a copy each."""
 
     def drift(rank: run.Rank, world: World) -> None:
         strategy = rank.strategy

@@ -83,8 +83,8 @@ def test_I12_a_rollout_that_is_asked_to_go_hands_its_task_over(tmp_path: Path) -
 def test_sharded_trainers_make_again_what_the_last_rollout_sent_to_some_of_them(
     tmp_path: Path, sent: int
 ) -> None:
-    """It dies between two messages, one to each trainer for each task: trainers go on with what all
-    of them hold."""
+    """For each task the rollout sends a message to each trainer, and it dies between two of them.
+    Trainers go on with tasks that all of them hold."""
     words = (
         "schedule.gap=1",
         "schedule.tag=true",

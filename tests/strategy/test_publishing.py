@@ -1,5 +1,5 @@
-"""What a trainer publishes, in which order, to whom, and what it keeps of it; and the evaluations
-that it opens on rollouts."""
+"""Publishing by a trainer: content, order, receivers, and what is kept. Then the evaluations that
+the trainer opens on rollouts."""
 
 from __future__ import annotations
 

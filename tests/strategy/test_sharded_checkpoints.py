@@ -89,8 +89,8 @@ def content(place: Callable[[Tensor], Tensor]) -> dict[str, Any]:
 
 
 def test_two_ranks_write_what_one_would_and_three_read_it(tmp_path: Path) -> None:
-    """Also: changes after `begin` do not reach the checkpoint; a disk that is full on one rank is
-    told to both."""
+    """Changes after `begin_writing` do not reach the checkpoint. A full disk of one rank is
+    reported to both."""
     alone, together, failed = (
         tmp_path / name / "step-000003" for name in ("alone", "together", "failed")
     )
@@ -239,8 +239,9 @@ def averaged(run_dir: Path) -> dict[str, Tensor]:
 def test_a_trainer_killed_while_it_writes_and_a_damaged_shard_cost_steps_and_no_bit(
     tmp_path: Path,
 ) -> None:
-    """The third checkpoint is torn, the second damaged: from the first one the run ends as one that
-    saw nothing, with as many trainers; with one it ends the same up to rounding."""
+    """The third checkpoint is torn, the second damaged. With as many trainers, a run from the first
+    checkpoint ends as an undisturbed run does. With one trainer the weights agree up to
+    rounding."""
     config = configured(*TRAINED)
     whole = completed(run_cluster(tmp_path / "whole", 2, 1, config, after_build=watched(tmp_path)))
     held = [

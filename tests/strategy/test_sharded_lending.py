@@ -31,8 +31,8 @@ WORDS = (
     "data.group_size=10",
     "algorithm.updates_per_batch=2",
 )
-"""Each update has one fragment, so that sums have one order. A group has five tasks: an odd number,
-so that one of two trainers that lend together generates what is thrown away."""
+"""An update has a single fragment, which fixes the order of sums. A group has five tasks: an odd
+number, so that one of two trainers that lend together generates what is thrown away."""
 FSDP = "parallel.sharding=fsdp"
 HSDP = ("parallel.sharding=hsdp", "parallel.shard_group=2")
 

@@ -40,8 +40,8 @@ ASYNC = replace(SPEC, async_steps=1, stale_fraction=0.5)
 def opened(
     tmp_path: Path, step: int, predicted_end: float | None = None, rank: int = 0
 ) -> tuple[StepLedger, StepBoard]:
-    """A ledger of `ASYNC` in its step `step`, and the step's board with both groups complete; group
-    1 has no score, and the next step's stale group has arrived too."""
+    """Return a ledger of `ASYNC` in step `step`, and the step's board. Both groups are complete,
+    and group 1 has no score. The next step's stale group has arrived too."""
     world = World(rank, 1 + rank, 1)
     scheduler = Scheduler(
         ASYNC, Roles(1 + rank, 1), lambda version: version_queue(ASYNC, version, 9)

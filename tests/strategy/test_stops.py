@@ -87,7 +87,8 @@ def test_a_timer_ends_a_run_of_two_trainers_after_a_whole_step(tmp_path: Path) -
 def test_early_stopping_leaves_a_checkpoint_and_the_last_evaluation(
     tmp_path: Path, rollouts: int
 ) -> None:
-    """It looks after all other callbacks, when neither a checkpoint nor an evaluation was due."""
+    """Early stopping runs after all other callbacks. Neither a checkpoint nor an evaluation was
+    due."""
     early = EarlyStopping("reward", stopping_threshold=-1e9, mode="max", strict=True)
     config = configuration.load(EVALUATED).settings
     cluster = run_cluster(tmp_path, 1, rollouts, config, after_build=adding(early))
@@ -112,7 +113,7 @@ class Fails(pl.Callback):
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("end", ["raises", "completes"])
 def test_no_process_group_is_destroyed_after_an_exception(tmp_path: Path, end: str) -> None:
-    """Its peers may be in a collective of the group, and NCCL waits for them."""
+    """Peers may be in a collective of the group, and NCCL waits for them."""
 
     def watched(world: World, session: Session) -> None:
         destroy = dist.destroy_process_group

@@ -264,7 +264,7 @@ def test_a_task_that_is_given_away_ends_with_its_receiver_once(rollouts: list[Ro
 def test_a_task_ticks_at_each_step_and_is_asked_for_after_each_of_its_own_but_the_first(
     rollouts: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where another rank has made some of its steps before."""
+    """The same holds if another rank has made some of the task's steps before."""
     giver, receiver = rollouts
     asked: list[str] = []
     run_task(giver.runner, giver.runner.claim_task(0), interrupt=lambda task: 3)

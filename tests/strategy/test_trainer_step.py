@@ -596,7 +596,7 @@ def test_a_trainers_weights_are_shared_out_before_they_are_read_or_moved(
     sharding: str,
     context: int,
 ) -> None:
-    """Of a rollout nothing is shared."""
+    """A rollout shares no weights and no tokens."""
     made, done = Publishing(store, tmp_path), list[Any]()
     world, spec = World(rank, 2, 1), replace(ASYNC, context=context)
     setup = replace(made.runtime.setup, world=world, sharding=sharding, shard_group=2, spec=spec)

@@ -67,13 +67,13 @@ class Seen:
         self.generated_by = {row["rank"] for row in made}
         self.trained_by = {row["rank"] for row in trained}
         self.lent = Counter(row["rank"] for row in cluster.spans("lend"))
-        """Rank -> tasks that it generated though it trains."""
+        """Rank of a trainer -> tasks that the rank generated."""
         self.early = [
             min(row["start"] for row in trained if row["step"] == step)
             < max(row["end"] for row in made if row["step"] == step)
             for step in steps
         ]
-        """By RL step: whether training began before the last sample was there."""
+        """Whether training began before the last sample was there, by RL step."""
         self.ahead = {row["step"] - row["version"] for row in made if row["step"] <= max(steps)}
         """Versions by which the samples lag."""
         self.overlap = any(

@@ -181,9 +181,9 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [0.0, 4.0])
 def test_a_rollout_killed_in_a_broadcast_changes_no_weight(running: Any, late: float) -> None:
-    """Against a calm run that publishes by streams; the first version was broadcast to both. Before
-    the trainer waited for all, a rollout that began 2 s late was broadcast to once in the run, was
-    never killed, and nothing warned: one of two failures that had no explanation."""
+    """Against a calm run that publishes by streams; the first version was broadcast to both. Once,
+    the trainer did not wait for all rollouts. A rollout that began 2 s late got a single broadcast
+    in the run, was never killed, and nothing warned. This was a failure without explanation."""
     killed = running(
         *APART,
         "network.publication=broadcast",

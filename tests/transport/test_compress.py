@@ -188,7 +188,7 @@ def pair() -> Iterator[Callable[..., Pair]]:
 
 
 class SlowCodec(CodedLine):
-    """On a machine that codes more slowly than the connection carries."""
+    """A line of a machine whose codec is slower than the connection."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -458,7 +458,7 @@ def test_what_is_sent_to_a_lost_rank_is_dropped(
 def test_a_peer_that_the_run_goes_on_without_is_given_up_in_silence(
     controls: list[Control], links: list[SocketLink]
 ) -> None:
-    """Its connection breaks before the launcher has said that it is lost."""
+    """The peer's connection breaks before the launcher has said that the peer is lost."""
     with socket.create_server((HOST, 0)) as closed:
         controls[0].set("address/8", f"{HOST}:{closed.getsockname()[1]}")
     _, sender = links[0].open_outbox(8)

@@ -266,7 +266,8 @@ def test_a_bucket_that_is_not_the_next_one_is_refused_when_it_comes(wrong: str) 
 
 
 def test_all_ways_of_taking_part_gather_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With shards each gather is a collective: who gathers otherwise lets the others wait."""
+    """Gathering shards is a collective. A trainer that gathers in another order makes the others
+    wait."""
     gathered: list[Tensor] = []
     monkeypatch.setattr(
         module, "_whole_parameter", lambda value: gathered.append(value) or value.detach()
@@ -397,7 +398,7 @@ def test_slow_link_and_fast_trainer_every_version_arrives_as_it_was_published() 
 
 
 def narrow(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As a rank holds them that computes in 16 bit."""
+    """Return the parameters as a rank that computes in 16 bits holds them."""
     cast = {torch.float32: torch.bfloat16}
     return {
         name: torch.empty(value.shape, dtype=cast.get(value.dtype, value.dtype), device="meta")
@@ -406,7 +407,7 @@ def narrow(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_what_rollouts_hold_in_16_bit_travels_in_16_bit() -> None:
-    """Half the bytes on the wire, rounded as the cast of each forward rounds."""
+    """The wire carries half the bytes, rounded as the cast of each forward rounds."""
     sent = weights(0.1)
     like = narrow(sent)
     wire = Wire()

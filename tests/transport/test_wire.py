@@ -189,7 +189,7 @@ def test_what_cannot_travel_fails_in_its_authors_stack() -> None:
 
 
 def test_the_bytes_of_a_message_are_those_of_every_version_of_this_program() -> None:
-    """Also of one that was built elsewhere: a rank that joins may be."""
+    """A rank that joins may run a version that was built elsewhere."""
     numbers = {"CELLS": 1, "WEIGHTS": 2, "STATE": 3, "ASK": 4, "EVALUATION": 5}
     assert {kind.name: int(kind) for kind in MessageKind} == numbers
     dtypes = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8", "bool"]

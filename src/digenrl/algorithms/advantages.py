@@ -56,9 +56,10 @@ class Advantage:
     clip: float | None = 5.0
     """Bound of |A|, before `best_and_worst` scales; null = none (Flow-DPPO)."""
     best_and_worst: int | None = None
-    """Train only the k best and k worst of a group, by advantage (DanceGRPO's HunyuanVideo recipe:
-    4 + 4 of 24), scaled by G/(2k) so that the group weighs as much as before: DanceGRPO divides by
-    the kept samples (train_grpo_hunyuan.py :399-461). null = all."""
+    """Number k of the best and of the worst samples of a group, by advantage, that are trained.
+    DanceGRPO's HunyuanVideo recipe trains 4 + 4 of 24. Their advantages are scaled by G/(2k), so
+    that the group weighs as much as before: DanceGRPO divides by the kept samples
+    (train_grpo_hunyuan.py:399-461). null = all."""
 
     def __post_init__(self) -> None:
         for key in ("std", "baseline", "combine"):
@@ -88,8 +89,11 @@ class Advantage:
         return ~torch.stack([_constant_groups(part) for part in parts]).all(dim=0)
 
     def __call__(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Advantages:
-        """rewards: name -> [P, G], NaN = missing; weights: the optimised ones. Raises ValueError on
-        a name in `weights` without rewards."""
+        """Return the advantages of a batch.
+
+        `rewards` has name -> [P, G], in which NaN marks a missing reward. `weights` names the
+        optimised rewards. Raises ValueError on a name in `weights` without rewards.
+        """
         missing = sorted(set(weights) - set(rewards))
         if missing or not weights:
             raise ValueError(

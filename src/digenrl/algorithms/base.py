@@ -71,9 +71,9 @@ class PolicyModule(pl.LightningModule):
         ema: Ema | None = None,
         reference: Reference = "base",
     ) -> None:
-        """sde and train_steps are what rollouts sample with; `optimizer` is a partial that lacks
-        only the parameters. reference: what KL is against, the base model or the loaded adapter on
-        it."""
+        """Rollouts sample with `sde` and `train_steps`. `optimizer` is a partial that lacks only
+        the parameters. `reference` says what KL is against: the base model, or the loaded adapter
+        on it."""
         super().__init__()
         if updates_per_batch < 1:
             raise ValueError(f"algorithm.updates_per_batch must be >= 1, got {updates_per_batch}")
@@ -116,8 +116,8 @@ class PolicyModule(pl.LightningModule):
     def cell_losses(
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
     ) -> Tensor:
-        """Losses whose sum is the block's share: of every cell, [b, K], or of pairs. advantages
-        [b]; `live` False marks a block of weight 0 that must not count in metrics."""
+        """Return losses whose sum is the block's share: one per cell, [b, K], or one per pair.
+        advantages [b]. `live` False marks a block of weight 0 that must not count in metrics."""
 
     @property
     def needs_means(self) -> bool:

@@ -21,8 +21,8 @@ class ParameterCopy:
 
     @torch.no_grad()
     def follow_parameters(self, parameters: Mapping[str, nn.Parameter], decay: float = 0.0) -> None:
-        """copy = decay*copy + (1-decay)*parameter; decay 0 is a plain copy. The first call
-        copies."""
+        """Set copy = decay*copy + (1-decay)*parameter. The first call copies, and so does decay
+        0."""
         if not self.tensors:
             decay = 0.0
         for name, parameter in parameters.items():
@@ -114,5 +114,5 @@ class Ema:
             self.copy.follow_parameters(parameters, self.decay_at(self.steps))
 
     def decay_at(self, steps: int) -> float:
-        """min((1+n)/(10+n), decay)^times."""
+        """Return min((1+n)/(10+n), decay)^times."""
         return min((1 + steps) / (10 + steps), self.decay) ** self.times

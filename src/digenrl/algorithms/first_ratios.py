@@ -27,8 +27,8 @@ class FirstRatios:
         bound: float | None = None,
         clip: tuple[float, float] | None = None,
     ) -> None:
-        """bound: None = `rounding.first_ratio_bound` of the dtype in which forwards compute,
-        whatever dtype stores the weights, and of `clip`."""
+        """Take the dtype in which forwards compute, whatever dtype stores the weights. A `bound` of
+        None is `rounding.first_ratio_bound` of this dtype and of `clip`."""
         self._dtype = str(dtype).removeprefix("torch.")
         self.bound = first_ratio_bound(self._dtype, clip) if bound is None else bound
         self._deviations: list[Tensor] = []

@@ -40,8 +40,7 @@ KlKind = Literal["gaussian", "h_free", "mean_square"]
 StepWeight = Literal["none", "std", "longcat", "rectified"]
 JOINT, JOINT_SQUARE = "joint_ratio", "joint_ratio_square"
 MOST_LOG_RATIO = 40.0
-"""A joint log-ratio beyond it counts as it, in the effective sample size: its square still fits
-fp32."""
+"""Cap on joint log-ratios in the effective sample size, so that exp(2 * cap) fits fp32."""
 JOINT_CLIP_SPAN = (1e-2, 5e3)
 """clip_range * D of every published recipe lies within: 2e-6 at D=36,864 (Guard) to 1e-3 at
 D=2,096,640 (LongCat)."""
@@ -63,16 +62,18 @@ class GRPO(PolicyModule):
         ratio_bound: float | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
-        """clip_range: c, or [low, high]. kl_weight 0 runs no base model. ratio_bound: what
-        `first_ratio_max_dev` may reach; null = a quarter of the clip range, and at most 1e-5 where
-        forwards compute in fp32, 1e-3 in 16 bit (`rounding.first_ratio_bound`).
+        """Take the settings of `algorithm`.
 
-        step_weight: w of a cell. none: 1. std: std/sqrt(h) (yifan123/flow_grpo
-        scripts/train_wan2_1.py at 32b48fd).
-        longcat: `objectives.longcat_weight`, and its square on the KL. rectified:
-        `objectives.rectified_weight`.
-        detach_uncond: classifier-free guidance trains
-        its conditional branch alone (yifan123/flow_grpo train_sd3.py:190, ac4c86e).
+        `clip_range` is c, or [low, high]. A `kl_weight` of 0 runs no base model. `ratio_bound` is
+        what `first_ratio_max_dev` may reach. null = a quarter of the clip range, and at most 1e-5
+        for forwards in fp32 and 1e-3 in 16 bits (`rounding.first_ratio_bound`).
+
+        `step_weight` chooses the weight w of a cell. none: 1. std: std/sqrt(h) (yifan123/flow_grpo
+        scripts/train_wan2_1.py at 32b48fd). longcat: `objectives.longcat_weight`, and its square on
+        the KL. rectified: `objectives.rectified_weight`.
+
+        With `detach_uncond` only the conditional branch of classifier-free guidance is trained
+        (yifan123/flow_grpo train_sd3.py:190, ac4c86e).
 
         Raises:
             ValueError: a combination that has no meaning.
@@ -138,7 +139,7 @@ class GRPO(PolicyModule):
     def cell_losses(
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
     ) -> Tensor:
-        """w * surrogate + kl_weight * KL, [b, K]."""
+        """Return w * surrogate + kl_weight * KL, [b, K]."""
         if self.needs_means and block.means is None:
             raise ValueError(
                 f"{type(self.surrogate).__name__} needs rollout means and the block has none: "

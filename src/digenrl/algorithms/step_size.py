@@ -10,12 +10,13 @@ from torch.optim import Optimizer
 
 
 def small_gradient(optimizer: Optimizer, parameters: Sequence[Tensor], norm: float) -> str | None:
-    """Return a warning where Adam's eps is larger than the gradient's root mean square: an update
-    g / (|g| + eps) is then less than half of the learning rate. None: it is not, or the optimizer
-    has no eps.
+    """Return a warning if Adam's eps is larger than the gradient's root mean square. An update g /
+    (|g| + eps) is then less than half of the learning rate. None: eps is small enough, or the
+    optimizer has none.
 
-    Means over a latent give such gradients: with eps 1e-8 and a root mean square of 5e-9 a
-    published run moved at a third of its learning rate (Tencent-Hunyuan/UniRL#407, eps 1e-15).
+    Means over a latent give such gradients. With eps 1e-8 and a root mean square of 5e-9 a
+    published run moved at a third of its learning rate. Its remedy was eps 1e-15
+    (Tencent-Hunyuan/UniRL#407).
 
     Args:
         parameters: those that have a gradient; `norm` is theirs, as the optimizer sees it.

@@ -77,7 +77,7 @@ class Clipped(Surrogate):
     behaviour-policy ratio."""
 
     def loss(self, cells: Cells) -> Tensor:
-        """See `objectives.clipped_surrogate`."""
+        """Return `objectives.clipped_surrogate`."""
         return clipped_surrogate(cells.ratio, cells.advantages, *cells.clip)
 
     def bounded_cells(self, cells: Cells) -> Tensor:

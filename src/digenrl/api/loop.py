@@ -6,7 +6,7 @@ gradient.
     found = loop.train(made)            # loss, backward, optimizer step; the step's metrics
 
 The policy, the rollout engine, the board of the step and the algorithm's LightningModule are those
-of a run; launcher, Strategy and Lightning's Trainer take no part, so that a breakpoint anywhere
+of a run. Launcher, Strategy and Lightning's Trainer take no part, so that a breakpoint anywhere
 stops everything. Samples, gradients and weights equal those of a run with the same settings on one
 rank (tests/api/test_loop.py).
 """
@@ -80,8 +80,8 @@ class Loop:
     """One policy, its rewards and its optimizer in this process, at RL step `step`."""
 
     def __init__(self, settings: Settings) -> None:
-        """settings: settled, of one rank that generates and trains. The policy is on a GPU where
-        there is one."""
+        """Build the loop from settled settings of one rank that generates and trains. The policy is
+        on a GPU if there is one."""
         torch.manual_seed(settings.seed)
         devices.take_gpu(0)
         self.step = 0
@@ -109,8 +109,8 @@ class Loop:
         self.module.on_train_start()
 
     def generate(self) -> tuple[Trajectory, ...]:
-        """The tasks of this RL step, scored, group by group; as many groups as `data.oversample`
-        asks for."""
+        """Return the scored tasks of this RL step, group by group, including the spare groups of
+        `data.oversample`."""
         board, made = self._empty_board(), []
         prompts = self.data.sampler.prompts_at(self.step)
         with self.module.rollout_weights():
@@ -127,8 +127,8 @@ class Loop:
         return tuple(made)
 
     def train(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """The optimizer updates of the RL step, from what `generate` gave (or what became of it);
-        its metrics.
+        """Make the optimizer updates of the RL step from the trajectories of `generate`, which may
+        have been changed. Return the step's metrics.
 
         Raises:
             ValueError: tasks of the step are missing.

@@ -220,7 +220,8 @@ def score(
 
 
 def plan(*words: str) -> dict[str, Any]:
-    """What a run would cost: the content of plan.json, best candidates first; nothing is written.
+    """Return what a run would cost: the content of plan.json, best candidates first. Nothing is
+    written.
 
     Args:
         words: those of `digenrl plan`.
@@ -235,8 +236,8 @@ def plan(*words: str) -> dict[str, Any]:
 
 
 def rl_loop(*words: str) -> Loop:
-    """RL steps in this process, without launcher, Strategy and Trainer: for notebooks and
-    debuggers. Nothing is written.
+    """Return a loop of RL steps in this process, for notebooks and debuggers. There is no launcher,
+    Strategy or Trainer, and nothing is written.
 
     Args:
         words: of `make train`, such as `experiment=digits_flowgrpo`.

@@ -54,8 +54,8 @@ class Checkpoint(pl.Callback):
             raise ValueError(f"callbacks.checkpoint.retry_s = {retry_s}: use 0 or more seconds.")
         self._every, self._on_error, self._pauses = every, on_error, _retry_pauses(retry_s)
         self._finished, self._begun, self._saved = 0, 0, 0
-        """RL steps that are finished, RL steps in the newest checkpoint that was begun, and in the
-        newest that is whole."""
+        """Numbers of RL steps: finished, in the newest checkpoint that was begun, in the newest
+        whole checkpoint."""
         self._writing: tuple[int, Path, Callable[[Path], None]] | None = None
         """RL steps in the checkpoint that is being written, its path, and the function that writes
         it."""

@@ -56,12 +56,12 @@ def eval_numbers(
     """Return the numbers of an eval line.
 
     `reward/<name>` is the mean of an optimised reward, and `reward` the weighted sum of these
-    means. It is NaN where an evaluation does not ask for one of them, such as the votes of people.
-    `heldout/<name>` is the mean of a reward without weight, and `heldout` repeats the first, of
-    which `heldout_error` is the standard error of the mean over samples.
-    `missing` counts NaN scores, which no mean includes. `kl`, if it was measured, is in nats per
-    sample between policy and base model. `noisy_detail`, if it was measured, is the detail of
-    samples with the run's noise over that of clean ones (median).
+    means. `reward` is NaN if the evaluation leaves a reward out, such as the votes of people.
+    `heldout/<name>` is the mean of a reward without weight. `heldout` repeats the first of these
+    means, and `heldout_error` is its standard error over samples. `missing` counts NaN scores,
+    which no mean includes. `kl`, if it was measured, is in nats per sample between policy and base
+    model. `noisy_detail`, if it was measured, is the detail of samples with the run's noise over
+    that of clean ones (median).
 
     Raises:
         ValueError: two statistics give the same key.

@@ -49,14 +49,14 @@ class Looks:
     """What alarms compare of N pictures or videos."""
 
     detail: Tensor
-    """[N], see `digenrl.rollout.engine.detail`."""
+    """[N], see `digenrl.rollout.engine.picture_detail`."""
     grid: Tensor
     """[N], see `grid_strength`."""
 
 
 def looks_of(media: Tensor) -> Looks:
-    """Measure uint8 media [N, (F,) C, H, W], a few samples at a time: all videos of an evaluation
-    in fp32 would take tens of gigabytes of the host."""
+    """Measure uint8 media [N, (F,) C, H, W], a few samples at a time. In fp32 all videos of an
+    evaluation would take tens of gigabytes of host memory."""
     parts = media.split(max(1, _AT_ONCE_BYTES // (4 * media[0].numel())))
     found = [
         (picture_detail(part), grid_strength(part))

@@ -5,10 +5,10 @@ steps or rewards.
     digenrl eval run=RUN step=base data=prompts.txt sampling.eval.steps=20
     digenrl eval run=RUN reward=jpeg sampling.guidance_scale=3 sampling.height=768
 
-Samples the base model and, unless step=base, the last checkpoint, both from the same noise, under
-the run's own configuration; every further `key=value` changes that configuration
-(`digenrl.cli.train --help` lists its keys). Writes RUN/eval.json and RUN/eval.png (before above
-after). The last line of standard output is the path of eval.json.
+Samples the base model and, unless step=base, the last checkpoint, both from the same noise. The
+configuration is the run's own. Every further `key=value` changes it (`digenrl.cli.train --help`
+lists the keys). Writes RUN/eval.json and RUN/eval.png (before above after). The last line of
+standard output is the path of eval.json.
 """
 
 from __future__ import annotations

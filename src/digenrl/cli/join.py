@@ -144,8 +144,8 @@ def _why_closed(run: Path) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return the exit code.
 
-    0: the run is complete, or goes on without this rollout, which was asked to leave. 1: the
-    rollout ended before the run did. 2: the rollout could not join.
+    Exit code 0: the run is complete, or this rollout left because it was asked to. Exit code 1: the
+    rollout ended before the run did. Exit code 2: the rollout could not join.
     """
     ignore_closed_terminal()
     with StopSignals() as signals:

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 _CODE = r"(?:0|[1-4]|2[2-4]|3[0-79]|9[0-7])"
 _COLOUR = rf"\x1b\[(?:{_CODE}(?:;{_CODE}){{0,5}})?m|\r"
-"""Sequences that colour or stress what follows. None of them hides it."""
+"""Sequences that colour or stress the text after them. No such sequence hides text."""
 _CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 _ON_A_TERMINAL = re.compile(f"(?P<kept>{_COLOUR})|{_CONTROL}")
 _ELSEWHERE = re.compile(f"(?P<kept>\\r\\n)|{_CONTROL}")

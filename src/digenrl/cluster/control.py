@@ -151,8 +151,8 @@ class Control:
     def await_abort(self, seconds: float) -> None:
         """Wait until somebody has aborted the run, at most `seconds`.
 
-        For a rank whose collective broke: the peer that broke it is the cause, and whoever watches
-        that peer says so within seconds.
+        A rank calls this when its collective broke. The lost peer is the cause, and the watcher of
+        that peer reports it within seconds.
         """
         deadline = time.monotonic() + seconds
         with suppress(StoreLost):

@@ -1,10 +1,10 @@
 """How a rank leaves a run that is over when its main thread cannot.
 
-A main thread may be blocked in C for ever: a collective of NCCL waits for a peer that is gone, and
-destroying a process group waits for peers that are in a collective. Neither looks at the control
-store. A launcher kills such ranks. torchrun and SLURM do so for the ranks of one machine at best.
-So each rank counts the seconds since the run was over, in its heartbeat thread, and ends its own
-process.
+A main thread may be blocked in C for ever. A collective of NCCL waits for a peer that is gone.
+Destroying a process group waits for peers that are in a collective. Neither wait looks at the
+control store. A launcher kills such ranks. torchrun and SLURM do so for the ranks of one machine at
+best. So each rank counts the seconds since the run was over, in its heartbeat thread, and ends its
+own process.
 
     abort on the store, or no store  --abort_s + leave_s-->  stacks and cause on stderr, os._exit(1)
 """

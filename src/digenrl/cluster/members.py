@@ -2,11 +2,11 @@
 
     a rollout asks to leave (ask/{rank})  -->  granted (leave/{rank})  -->  it exits  -->  its unfinished tasks go back
     a rollout dies                                                                    -->  its tasks go back
-    a rollout joins (Control.join)        -->  watched by its connections, and by a watcher on its own machine
+    a rollout joins (add_joined_rank)     -->  watched by its connections, and by a watcher on its own machine
 
 The trainers never change. A joined rank that hangs cannot be killed from here. The store therefore
 shuts it out before its tasks go back, and later results of that rank are refused
-(`Claims.accepts`).
+(`Claims.accepts_result`).
 """  # noqa: E501
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Members:
         if not left and self._losses == self._terms.max_lost:
             return self._last_cause
         self._losses += not left
-        # Marked before its tasks are gathered: `Claims.give` relies on this order.
+        # Marked before its tasks are gathered: `Claims.give_task` relies on this order.
         self._control.mark_lost(rank)
         try:
             tasks = (

@@ -29,8 +29,8 @@ _PURPOSE = "store"
 _SIZE_BYTES = 4
 _ABSENT, _PRESENT = b"", b"+"
 _LOOK_S = 1
-"""Seconds of one wait for an answer. A process that was suspended meanwhile counts that time as
-one look, and so does not take a store for lost that was suspended with it."""
+"""Seconds of one wait for an answer. A process that was suspended counts that time as one look. So
+it does not report a store as lost that was suspended together with it."""
 
 
 class StoreLost(RuntimeError):

@@ -117,15 +117,16 @@ class RoleEnvironment(ClusterEnvironment):
         return self._world.role_size
 
     def set_world_size(self, size: int) -> None:
-        """Fixed by the role."""
+        """Do nothing: the role fixes the number."""
 
     def global_rank(self) -> int:
         return self._world.role_rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Fixed by the role."""
+        """Do nothing: the role fixes the number."""
 
     def local_rank(self) -> int:
+        # Each process has taken its GPU (`devices.take_gpu`), and Lightning gets this one alone.
         return 0
 
     def node_rank(self) -> int:

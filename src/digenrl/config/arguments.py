@@ -71,6 +71,7 @@ def _module_file(module: str) -> Path | None:
     directory = _package_directory(parts[0])
     if directory is None:
         return None
+    # No `find_spec` here: for a name with dots it would import the packages around it.
     base = directory.joinpath(*parts[1:])
     candidates = (
         base / "__init__.py",
@@ -129,12 +130,14 @@ def _parameter_names(function: ast.FunctionDef) -> tuple[str, ...]:
 
 
 def _passes_on(function: ast.FunctionDef) -> bool:
-    """Whether a constructor hands its **kwargs to that of its base, and uses them nowhere else."""
+    """Return whether a constructor hands its **kwargs to its base's constructor, and uses them
+    nowhere else."""
     kwargs = function.args.kwarg
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     handed = [
         _count_uses(call, kwargs) for call in calls if ast.unparse(call.func) == "super().__init__"
     ]
+    # Equal counts: every use of kwargs is an argument of super().__init__.
     return sum(handed) == _count_uses(function, kwargs) > 0
 
 
@@ -155,6 +158,7 @@ def _accepted_arguments(
     for item in definition.body:
         if isinstance(item, ast.FunctionDef) and item.name == "__init__":
             given = _parameter_names(item)[1:]  # without self
+            # Without **kwargs this constructor alone decides, whatever its bases take.
             if item.args.kwarg is None:
                 return given
             if not _passes_on(item):

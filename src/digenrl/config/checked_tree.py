@@ -17,10 +17,13 @@ class Closed(BaseModel):
     """A group of keys that accepts no other keys."""
 
     model_config = ConfigDict(
+        # A misspelt key is an error, and not a knob that silently does nothing.
         extra="forbid",
         frozen=True,
+        # Without conversions: the text "8" is no number, and 8.0 is no whole one.
         strict=True,
         allow_inf_nan=False,
+        # Docstrings of fields become descriptions in the JSON schema, which `validation` reads.
         use_attribute_docstrings=True,
     )
 

@@ -48,6 +48,7 @@ def problems_of(
         *_leaf_problems(tree, wrong),
         *_trainer_problems(tree),
         *target_problems(tree, allow),
+        # Rules that read a broken key stay silent: its own message is in `wrong`.
         *relation_problems(tree, wrong),
         *_prompt_problems(tree, wrong),
     ]
@@ -58,6 +59,7 @@ def resolve_tree(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
     the leaves left out."""
     problems: dict[str, str] = {}
 
+    # Leaf by leaf: OmegaConf's own `to_container` raises at the first one that it cannot resolve.
     def resolve_leaf(parent: DictConfig | ListConfig, key: Any, path: str) -> Any:
         try:
             if OmegaConf.is_missing(parent, key):
@@ -160,6 +162,7 @@ def _prompt_problems(tree: Mapping[str, Any], broken: Collection[str]) -> Iterat
             files, prompts.most_of_batch(weights, groups_of_step(data)), strict=True
         ):
             if len(file.prompts) < most:
+                # Times False, the texts are empty.
                 share = f", {most} of them by its weight {weight:g} of {sum(weights):g}" * (
                     len(files) > 1
                 )

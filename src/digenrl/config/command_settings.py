@@ -16,15 +16,15 @@ class PlanOptionsSettings(Closed):
     """plan.*"""
 
     asynchronous: bool = Field(alias="async")
-    """may choose asynchrony where schedule.async_steps is 0"""
+    """Whether the plan may choose asynchrony if schedule.async_steps is 0."""
     show: AtLeast1
-    """candidates printed"""
+    """Number of candidates that are printed."""
     simulated_steps: Annotated[int, Field(ge=4)] | None
-    """RL steps of each finalist's simulation; null: until its step no longer changes"""
+    """RL steps of each finalist's simulation. null: until the seconds per step no longer change."""
     price_per_gpu_hour: Amount | None
-    """for the cost of the run, in any currency"""
+    """Price from which the cost of the run is computed, in any currency."""
     plot: bool
-    """draw the winner's step as plots/gantt.png"""
+    """Whether the winner's step is drawn as plots/gantt.png."""
 
 
 class PlanSettings(Settings):
@@ -37,59 +37,60 @@ class ScoreSettings(ScorerSettings):
     """Scoring a folder: configs/score.yaml."""
 
     images: Directory
-    """its pictures and videos are taken in order of name, 2.png before 10.png"""
+    """Folder of pictures and videos, taken in order of name (2.png before 10.png)."""
     prompts: PromptFile
-    """one prompt a line, in the order of the files"""
+    """Prompts, one a line, in the order of the files."""
     output: File | None
-    """where the scores are written, as JSON; null: outputs/scores/<time>.json"""
+    """File of the scores, as JSON. null: outputs/scores/<time>.json."""
     heldout: bool
-    """also the mixture's held-out rewards"""
+    """Whether the mixture's held-out rewards are computed too."""
     batch: AtLeast1
-    """files read and scored together, if of equal size"""
+    """Number of files that are read and scored together, if they have the same size."""
     max_frames: AtLeast1
-    """of a video; longer ones are cut"""
+    """Most frames of a video. Longer videos are cut."""
     max_pixels: AtLeast1
-    """frames x height x width of a file, and about those held at once"""
+    """Most frames x height x width of a file, and about as many of all files in memory."""
 
 
 class ServiceLimitsSettings(Closed):
     """limits.*"""
 
     max_body_bytes: AtLeast1
-    """of a request"""
+    """Most bytes of a request."""
     max_samples: AtLeast1
-    """of a request"""
+    """Most samples of a request."""
     max_pixels: AtLeast1
-    """frames x height x width of a sample"""
+    """Most frames x height x width of a sample."""
     max_pending: AtLeast1
-    """requests that may wait"""
+    """Number of requests that may wait."""
     max_connections: AtLeast1
-    """open ones; one more ends the one that waits longest for a request"""
+    """Number of open connections. One more closes the connection that has waited longest for a
+    request."""
     head_s: Positive
-    """seconds in which the head of a request must have arrived"""
+    """Seconds in which the head of a request must arrive."""
     body_s: Positive
-    """seconds in which a request must have arrived"""
+    """Seconds in which a request must arrive."""
     score_s: Positive
-    """seconds that scoring may take"""
+    """Seconds that scoring may take."""
     retry_after_s: Positive
-    """seconds after which a refused client may ask again"""
+    """Seconds after which a refused client may ask again."""
 
 
 class ServeRewardSettings(ScorerSettings):
     """A reward over HTTP: configs/serve_reward.yaml."""
 
     name: Text | None
-    """which reward of the mixture; null: its only one"""
+    """Reward of the mixture. null: its only reward."""
     host: Text
-    """address to listen on"""
+    """Address to listen on."""
     hosts: list[Text]
-    """further names by which clients may call the service, such as that of a proxy"""
+    """Further names by which clients may call the service, such as a proxy's."""
     port: int = Field(ge=0, le=65535)
-    """0: a free one, which is printed"""
+    """Port of the service. 0: any free port, which is printed."""
     token_env: Text
-    """environment variable DIGENRL_... that holds the token"""
+    """Environment variable DIGENRL_... that holds the token."""
     token_file: File
-    """where a new token is written without that variable"""
+    """File for a new token if that variable is not set."""
     limits: ServiceLimitsSettings
 
 

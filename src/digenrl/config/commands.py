@@ -66,6 +66,7 @@ def to_continue(run_dir: Path, *words: str, given: Mapping[str, Any] | None = No
             the run's config.yaml, which must be this user's own: a foreign one would be allowed
             what it asks for by whoever pastes the command.
     """
+    # Imported here, because listing the commands loads this page and needs neither.
     from digenrl.config.reaching import reaching_words
     from digenrl.record.stored_yaml import read_plain
 

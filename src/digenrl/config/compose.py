@@ -39,6 +39,7 @@ _PATH_KEYS = frozenset(
     key for name in ("train", "score", "serve_reward") for key in typed_paths(name)
 )
 _SEARCH_FLAGS = ("--config-dir", "-cd")
+# `replace`: otherwise a reload of this module would raise.
 OmegaConf.register_new_resolver("cpu_tiny", facts.cpu_tiny, replace=True)
 
 
@@ -83,6 +84,7 @@ class Words:
 
 def parse_words(words: Sequence[str]) -> Words:
     """Sort the words of a command line, and say what is wrong with them."""
+    # First of all, because options of the user's own are options below.
     named = list(own_directories(words))
     parsed = Words(
         [], [], tuple(path for path in named if path.is_dir()), list(_directory_problems(named))
@@ -210,6 +212,8 @@ def _compose_cached(config_name: str, groups: tuple[str, ...], own: tuple[Path, 
         with initialize_config_dir(
             str(config_directory()), version_base=VERSION_BASE, job_name=config_name
         ):
+            # With the `hydra` node, whose interpolations give the run directory. Single values are
+            # applied later (`apply_values`): Hydra would stop at the first wrong one.
             return compose(config_name, overrides=[*search, *groups], return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError([_composition_message(error, own)]) from error
@@ -314,6 +318,8 @@ def apply_values(config: DictConfig, values: Sequence[Override], config_name: st
                     parent, _, leaf = key.rpartition(".")
                     del (OmegaConf.select(config, parent) if parent else config)[leaf]
                 else:
+                    # As Hydra does: a mapping given for a group changes the keys that it names, and
+                    # no others.
                     OmegaConf.update(config, key, value, merge=True)
         except (OmegaConfBaseException, TypeError, ValueError) as error:
             shown = redact_text(str(error).splitlines()[0])

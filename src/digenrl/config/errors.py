@@ -43,6 +43,7 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     its last part under any parent, the shortest path first (`sampling.steps` before
     `sampling.eval.steps`). Then as a whole. At last, the shortest that contains `name` counts.
     """
+    # Case does not count, and the answer is spelled as the key is.
     name, spelled = name.lower(), {its.lower(): its for its in known}
     candidates = sorted(spelled, key=lambda key: (key.count("."), key))
     parent, _, leaf = name.rpartition(".")

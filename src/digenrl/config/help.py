@@ -53,6 +53,7 @@ def read_arguments(
         for word in words
         if "=" not in word
     ]
+    # The last of equal keys wins, as in Hydra.
     given = {key: value for key, is_pair, value in pairs if is_pair and (key in own or not others)}
     rest = [
         word

@@ -66,6 +66,7 @@ def defaults_of(config_name: str) -> dict[str, str]:
     """Return key -> its default value, for the keys that have one."""
     try:
         tree = compose_config(config_name, [])
+        # Interpolations of `hydra:` read this global.
         HydraConfig.instance().set_config(tree)
     except ConfigError:  # a group has no default: what the primary file itself says
         primary = OmegaConf.load(config_directory() / f"{config_name}.yaml")

@@ -68,8 +68,8 @@ class Composed:
     notes: tuple[str, ...]
     """Messages for the user that are not errors (duplicate prompts)."""
     planned: Mapping[str, Any] | None = None
-    """What the planner promises of the run that it chose (`digenrl.settle.allocated`), for its
-    records."""
+    """What the planner predicts for the run that it chose (`Advisor.choose_schedule`), for the
+    run's records."""
 
     def with_values(self, values: Mapping[str, object]) -> Self:
         """Return the configuration with other values, dotted key -> value."""
@@ -104,6 +104,7 @@ def _load_checked(argv: Sequence[str], config_name: str, stored: Path | None) ->
         for word in given
         if word.startswith("-")
     ]
+    # `resume` chooses the tree to which all other words apply, so it is taken out first.
     resumed, words = _split_resume(words)
     stored = None if stored is None else stored.expanduser()
     run = resumed if stored is None else Path(absolute_path(str(stored)))
@@ -111,6 +112,8 @@ def _load_checked(argv: Sequence[str], config_name: str, stored: Path | None) ->
     completed: list[str] = []
     base: dict[str, Any] | None = None
     if run is None:
+        # From weak to strong: configs/train.yaml, options of groups, the experiment, the hardware
+        # profile, the words. The `defaults` of train.yaml state this order.
         tree, found = compose_words(words, config_name)
         choices = {
             name: str(value)
@@ -119,6 +122,7 @@ def _load_checked(argv: Sequence[str], config_name: str, stored: Path | None) ->
         }
         # Before the `hydra` node goes, in which the directory is an interpolation.
         run_dir = _run_dir()
+        # Hydra has locked the tree: without this, deleting a key raises.
         OmegaConf.set_struct(tree, False)
         del tree["hydra"]
     else:
@@ -151,6 +155,7 @@ def _load_checked(argv: Sequence[str], config_name: str, stored: Path | None) ->
     if base is not None:
         problems += unconfirmed_hosts(base, plain, confirmed, set_now)
         if resumed is not None:
+            # An evaluation starts no loggers. Only a resumed run sends to an account.
             problems += unconfirmed_accounts(base, plain, confirmed, set_now)
             problems += forbidden_changes(base, plain)
     if problems:
@@ -301,6 +306,7 @@ def without_flags(argv: Sequence[str]) -> tuple[list[str], set[str]]:
 def _split_resume(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Return the run that `resume` names, and the other words. The last one wins; `null` is
     none."""
+    # Hydra's grammar has not read the word yet, so quotes are still around its value.
     given = [word.partition("=")[2].strip("'\"") for word in words if word.startswith("resume=")]
     others = [word for word in words if not word.startswith("resume=")]
     if not given or given[-1] in ("", "null"):

@@ -17,6 +17,7 @@ def without_effect(settings: Settings) -> Iterator[str]:
         settings.allocation.rollouts,
     )
     updates = settings.algorithm.updates_per_batch
+    # Portions of an update, which are what `schedule.gap` counts.
     groups = (
         settings.data.groups_per_step
         * slices_of_group(settings.data.updates_split, updates)

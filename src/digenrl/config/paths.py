@@ -2,11 +2,11 @@
 of a command line and the YAML files are read. A rank, a resumed run and an evaluation may have
 other working directories.
 
-- A key whose type is a path (`value_types`) is always one. The name of a file of digenrl/prompts
-  stays a name.
-- A key of a component (a node with `_target_`) is a path if its value begins with `~/`, `./` or
-  `../`, if it is the name of a file that exists here, or if the key is one of `NAMES` and its value
-  exists here. Hub ids and other words stay as they are.
+- A key whose type is a path (`value_types`) always holds a path, except for the name of a file of
+  digenrl/prompts: that stays a name.
+- A key of a component (a node with `_target_`) holds a path in three cases. The value begins with
+  `~/`, `./` or `../`. The value is the name of a file that exists here. Or the key is one of
+  `NAMES` and the value exists here. Hub ids and other words stay as they are.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def _of_component(name: str, path: str, value: str) -> str:
 
 
 def _prompt_file(value: str) -> str:
-    """Return the absolute path of a prompt file; a name of one of our own sets where the working
-    directory has no such file, and a text that names nothing, stay."""
+    """Return the absolute path of a prompt file that exists. Any other value stays: the name of one
+    of our own sets, or a text that names no file."""
     given = os.path.expanduser(value)
     return absolute_path(given) if os.path.exists(given) else given
 

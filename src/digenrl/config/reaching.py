@@ -3,11 +3,11 @@ not.
 
 The list of `targets` says which classes a configuration may name, not what they do with their
 arguments. A few arguments reach further than the run: `tests/reachable.py` finds them in the source
-of every such class. They stand under one of two rules.
+of every such class. Each such argument obeys one of two rules.
 
-- An argument that names code or a process counts on the command line alone, as `allow_targets`
-does. Neither a stored config.yaml nor a file of a `--config-dir` can set it.
-- An argument that names a file of the run is a plain name, wherever it comes from.
+- If it names code or a process, it counts on the command line alone, as `allow_targets` does.
+  Neither a stored config.yaml nor a file of a `--config-dir` can set it.
+- If it names a file of the run, it is a plain name without folders, wherever it comes from.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def reaching_problems(tree: object, given: Collection[str]) -> Iterator[str]:
     for path, node in walk_nodes(tree):
         if not isinstance(node, Mapping):
             continue
+        # Such a key would look like another one in every message.
         yield from (
             f"{path}: has the key {str(key)!a}, which is no name; use printable characters."
             for key in node

@@ -44,8 +44,8 @@ REMOVED: dict[str, str] = {
 """Dotted key (also a group of keys; `*` is any name), or `key=value`, -> its replacement, or the
 reason for its removal.
 
-A stored run goes on without these keys, whatever they hold. A value that decided about more than
-time and records is therefore listed as `key=value` with a reason of its own, and refused.
+A stored run is resumed without these keys, whatever their values. A value that changed what is
+computed is therefore listed as `key=value` with a reason of its own, and refused.
 """
 
 _MOVED: dict[str, str] = yaml.safe_load(
@@ -63,6 +63,7 @@ def present_name(target: str) -> str:
         'torch.optim.AdamW'
     """
     module, _, name = target.rpartition(".")
+    # A class that moved by itself wins over the move of its module.
     return _MOVED.get(target) or (f"{_MOVED[module]}.{name}" if module in _MOVED else target)
 
 

@@ -50,7 +50,7 @@ class AllocationSettings(Closed):
     """Number of ranks that train. auto: taken from the pools of the hardware profile."""
     rollouts: AtLeast0 | Auto | Span
     """Number of ranks that only generate. 0: every rank both generates and trains. {min, max}: an
-    elastic run. launch=local starts max ranks, launch=ray starts min and adds more as places become
+    elastic run. The local launcher starts max ranks. Ray starts min and adds more as places become
     free. A run with fewer than min waits for patience_s."""
     evaluation: Literal["auto", "trainers", "rollouts"]
     """Ranks that draw and score the evaluation samples. The samples are the same either way.
@@ -79,7 +79,7 @@ class AllocationSettings(Closed):
         """(trainers, most rollouts) of a settled run.
 
         Raises:
-            ValueError: one of them is still `auto`.
+            ValueError: a number is still `auto`.
         """
         rollouts = most_rollouts(self.rollouts)
         if isinstance(self.trainers, str) or isinstance(rollouts, str):
@@ -114,12 +114,14 @@ class NetworkSettings(Closed):
     ranks + 1 ports. null: any free ports."""
     publication: Literal["auto", "stream", "broadcast"]
     """How weights travel to rollouts. stream: over sockets. broadcast: by torch.distributed (NCCL,
-    or gloo on CPUs) to the rollouts that started with the run, until one of them is lost. Later
-    rollouts get streams. auto: broadcast if every rank has a GPU and their number is fixed."""
+    or gloo on CPUs) to the rollouts that started with the run. Rollouts that join later get
+    streams, and so does every rollout once a member of the broadcast is lost. auto: broadcast if
+    every rank has a GPU and their number is fixed."""
     compress: Literal["auto", "off"]
-    """What slow connections between ranks carry, exact to the bit. auto: where that is faster by
-    the connection's measured speed, weights travel as the difference to the version before, and
-    trajectories without what the receiver has. off: everything as it is."""
+    """Lossless compression on slow connections between ranks. auto: compress where the measured
+    speed of a connection says that it saves time. Weights then travel as the difference to the
+    version before, trajectories without parts that the receiver has. off: send everything
+    uncompressed."""
 
 
 class ParallelSettings(Closed):
@@ -188,10 +190,11 @@ class DataSettings(Closed):
     """Prompts of the evaluation. null: the training prompts."""
     prompts_per_batch: int = Field(ge=1, le=65536)
     """Number of groups in an RL step. Each group has one prompt."""
+    # Advantages compare samples, so a group has at least two.
     group_size: int = Field(ge=2, le=4096)
     """Number of samples in a group."""
     samples: Literal["generated", "files"]
-    """Where the samples of a group come from. generated: the model. files: the media files that the
+    """Source of the samples of a group. generated: the model. files: the media files that the
     prompt's line names."""
     oversample: AtLeast0
     """Number of groups generated beyond prompts_per_batch. The first groups whose rewards differ
@@ -299,8 +302,8 @@ class SamplingSettings(Closed):
     same_noise: bool
     """Give all samples of a group the same initial noise."""
     lora: Text | None
-    """Adapter with which rollouts and evaluations draw, and which training leaves out, such as a
-    published one of few steps: a file or directory as of model.lora.path. null: none."""
+    """Adapter that only rollouts and evaluations sample with, such as a published few-step adapter.
+    Training leaves it out. A file or directory, as in model.lora.path. null: none."""
     scouts: ScoutsSettings
     eval: EvaluatedSettings
 
@@ -343,8 +346,8 @@ class AlgorithmSettings(Open):
     """What KL is against: the base model alone, or with the adapter of model.lora.path."""
     step_weight: Literal["none", "std", "longcat", "rectified"] = ABSENT
     """Weight of each denoising step in the policy loss. std: the step's std/sqrt(h). longcat:
-    LongCat's weights, for the KL as well. rectified: Flash-GRPO's weights, which make the gradients
-    of all steps alike."""
+    LongCat's weights, for the KL as well. rectified: Flash-GRPO's weights, which equalise the
+    gradients of all steps."""
     detach_uncond: bool = ABSENT
     """Let gradients of guided forwards pass only through the conditional branch."""
     updates_per_batch: AtLeast1 = ABSENT
@@ -362,8 +365,8 @@ class RewardSettings(Open):
     """reward.*"""
 
     placement: Literal["inline", "thread", "process", "managed", "http"] = ABSENT
-    """Where scorers run. managed: in one process for all ranks of a machine, on GPUs that no rank
-    has (hardware.pools.NAME.judges)."""
+    """Place where scorers run. managed: in one process for all ranks of a machine, on GPUs that no
+    rank has (hardware.pools.NAME.judges)."""
     urls: Urls = ABSENT
     """URLs of the reward services of scorers with placement http."""
     max_missing_share: Share = ABSENT

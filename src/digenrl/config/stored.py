@@ -59,6 +59,7 @@ def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
     if not file.is_file() and not file.is_symlink():
         raise ConfigError([_no_run(run, word)])
     try:
+        # Before the file is read: a link in the directory could lead to another user's file.
         require_own(run)
     except ForeignEntry as error:
         raise ConfigError([str(error)]) from error
@@ -88,6 +89,7 @@ def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
     tree["allow_targets"], tree["confirm_hosts"] = [], []
     for _, target, node in find_targets(tree):
         if isinstance(target, str):
+            # A class may have moved since the run was stored.
             node["_target_"] = present_name(target)  # type: ignore[index]  # of OmegaConf
     added = _add_missing_keys(tree)
     notes = {"lacks keys that came after it; from the defaults": added}
@@ -155,7 +157,10 @@ def _add_missing_keys(tree: DictConfig) -> list[str]:
     experiment = str(tree.get("experiment_name"))
     known = experiment in group_options(config_directory())["experiment"]
     defaults = compose_config(
-        "train", ["schedule=sync", *([f"experiment={experiment}"] if known else [])]
+        # Mechanisms that the run did not know stay off: an option such as schedule=auto would turn
+        # them on.
+        "train",
+        ["schedule=sync", *([f"experiment={experiment}"] if known else [])],
     )
     if "copies" not in tree:  # of a run from before they were stored
         tree["copies"] = copies_of(defaults)
@@ -198,6 +203,7 @@ def unconfirmed_hosts(
     Only hosts count that `stored` names and that `tree` (with the command line's changes) still
     names, at keys other than those `given` by the command line.
     """
+    # By host and not by key: a host that moved to another key is still the stored one.
     before, found = {host for _, host in _remote_hosts(stored)}, dict[str, str]()
     for path, host in _remote_hosts(tree):
         if host in before and host not in confirmed and not _is_given(path, given):
@@ -268,8 +274,8 @@ def _remote_hosts(tree: object) -> Iterator[tuple[str, str]]:
 
 
 def _is_host(address: str) -> bool:
-    """Whether Ray's `address` names a machine, not a cluster to be found or started on this
-    machine, nor a URL."""
+    """Return whether Ray's `address` names a machine. URLs and clusters on this machine do not
+    count."""
     return address not in ("", "auto", "local") and "://" not in address
 
 
@@ -344,8 +350,9 @@ def compare_ties(
     and resumed.
 
     Args:
-        ties: results of `tie_of`, of which a value must agree with one; none: nobody wrote them.
-        words: the command line. What it sets itself is taken as it is.
+        ties: results of `tie_of`. Each value must agree with at least one of them. Empty: the
+            checkpoint holds no digests.
+        words: the command line. A key that it sets may differ, and gives a note.
 
     Returns:
         (problems, notes).
@@ -384,6 +391,7 @@ def find_disagreements(run: Mapping[str, object], own: Mapping[str, object]) -> 
     return [f"{key} = {_leaf_text(own, key)} (the run's: {_leaf_text(run, key)})" for key in keys]
 
 
+# Keys of a machine or of a command line, about which two ranks of a run need not agree.
 _OWN = ("resume", "output_root", "network", "allow_targets", "confirm_hosts", "data.prompt_store")
 _UNTIED = ("resume", "allow_targets", "confirm_hosts", "data.prompt_store")
 """Keys that count on the command line alone, whatever a config.yaml holds."""

@@ -6,7 +6,7 @@ of three:
 - A class in `ROOMS` that a file of the shipped configs/ names.
 - A class in `FOREIGN`.
 - Anything public in a package that `allow_targets` names on the command line. Our own packages are
-excepted.
+  excepted.
 
 So commands, functions and whatever calls something by another name (`class_path`,
 `hydra.utils.get_method`) are no components. A configuration directory of the user's own adds
@@ -107,6 +107,8 @@ def is_allowed(target: str, allow: Sequence[str] = ()) -> bool:
     Args:
         allow: the packages that `allow_targets` names on the command line.
     """
+    # Our own packages are left out of `allow`: their classes are on the list, and the rest of them
+    # is no component.
     return target in known_components() or (
         target.partition(".")[0] not in _OWN and _lies_in(target, allow)
     )
@@ -159,6 +161,7 @@ def instantiate(node: object, *arguments: object, **named: object) -> Any:
     if problems := target_problems(plain, allow):
         raise PermissionError("; ".join(problems))
     for path, target, _ in find_targets(plain):
+        # This imports the module, so it comes after the check by name.
         found = hydra.utils.get_object(target)
         if target.partition(".")[0] in _OWN and not isinstance(found, type):
             raise PermissionError(f"{path or 'node'}: _target_ = {target} is no class.")

@@ -74,6 +74,7 @@ Ports = Annotated[
 Auto = Literal["auto"]
 ABSENT: Any = None
 """Default of a key that a configuration need not have. The default is never read."""
+# Not blank alone.
 _Text = StringConstraints(pattern=r"\S")
 Text = Annotated[str, _Text, WithJsonSchema({"phrase": "text"})]
 Name = Annotated[
@@ -87,6 +88,7 @@ Name = Annotated[
         }
     ),
 ]
+# `phrase` is what --help prints. `path` makes `paths` turn the value into an absolute path.
 Directory = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a directory", "path": "own"})]
 File = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a file", "path": "own"})]
 PromptFile = Annotated[

@@ -1,7 +1,7 @@
 """`key=value` words as Hydra reads them, for another process or a user's shell.
 
-Hydra's grammar gives spaces, brackets, commas and quotes a meaning. A value that holds one is
-quoted, always by these functions.
+Hydra's grammar gives spaces, brackets, commas and quotes a meaning. These functions quote every
+value that holds such a character.
 """
 
 from __future__ import annotations

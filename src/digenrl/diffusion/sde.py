@@ -1,19 +1,19 @@
 """Transition kernels of the denoising chain. Sampling and replay are one code path, so an on-policy
 ratio is exactly 1.
 
-Rectified flow, data at 0 and noise at 1: x_s = (1-s)*x0 + s*eps, v = eps - x0 (the network's
-output). s = sigma, s1 = next sigma < s, dt = s1 - s < 0, h = -dt. x0_hat = x - s*v, eps_hat = x +
-(1-s)*v. Legend of shapes: B rows, *L latent dimensions of any rank ([N, C] packed, [C, H, W], [C,
-F, H, W]).
+Rectified flow, data at 0 and noise at 1: x_s = (1-s)*x0 + s*eps. The network's output is v = eps -
+x0. Symbols: s = sigma, s1 = next sigma < s, dt = s1 - s < 0, h = -dt. Estimates: x0_hat = x - s*v,
+eps_hat = x + (1-s)*v. Legend of shapes: B rows, *L latent dimensions of any rank ([N, C] packed,
+[C, H, W], [C, F, H, W]).
 
 Conventions, one for all kernels:
-- log-probs are *means* over the latent dimensions, so a log-ratio is 1/D of the joint one and clip
-  ranges are 1e-6..1e-3;
-- `std` excludes sqrt(h); the standard deviation of one step's noise is S = std * sqrt_h;
-- the next latent is rounded to the storage dtype *before* its log-prob is taken, and that tensor is
-  what the network sees next;
-- arithmetic is fp32 at least (bf16 overflows in the mean: yifan123/flow_grpo
-  sd3_sde_with_logprob.py:34); fp64 input stays fp64.
+- Log-probs are *means* over the latent dimensions, so a log-ratio is 1/D of the joint one and clip
+  ranges are 1e-6..1e-3.
+- `std` excludes sqrt(h). The standard deviation of one step's noise is S = std * sqrt_h.
+- The next latent is rounded to the storage dtype *before* its log-prob is taken. The network sees
+  the rounded tensor next.
+- Arithmetic is fp32 at least (bf16 overflows in the mean: yifan123/flow_grpo
+  sd3_sde_with_logprob.py:34). Input in fp64 stays fp64.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class FlowSDE(Kernel):
     std^2/(2s)*eps_hat*dt.
 
     d = s, except at the first step, where d = sigmas[1] (yifan123/flow_grpo
-    sd3_sde_with_logprob.py:44), so that the noise of the first step has standard deviation a on any
+    sd3_sde_with_logprob.py:44). So the noise of the first step has standard deviation a on any
     grid.
     """
 
@@ -169,7 +169,7 @@ class FlowSDE(Kernel):
     def moments(
         self, x: Tensor, v: Tensor, s: Tensor, s1: Tensor, guard: Tensor, sqrt_h: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.moments`; `guard` is d."""
+        """Return the moments of `Kernel.moments`; `guard` is d."""
         std = self.noise_level * torch.sqrt(s / (1.0 - guard))
         if self.max_scale is not None:
             # S = std * sqrt(h) <= max_scale

@@ -6,7 +6,7 @@ of an RL step, so a group is compared on equal steps. The last step is never tra
 reaches 0, where Flow-SDE leaves the variance std^2*s + std^4/4 in the result and Flow-CPS has no
 noise at all.
 
-Of the untrained steps the *last* one uses the ODE by default. Euler from s to 0 gives exactly
+By default the *last* step, which is never trained, uses the ODE. Euler from s to 0 gives exactly
 x0_hat = x - s*v, which is what DanceGRPO decodes (train_grpo_flux.py:254). Flow-GRPO decodes the
 noisy SDE result (sd3_pipeline_with_logprob.py:178), `last="sde"` here. That lowers sample quality,
 and therefore the reward's signal, for no gain in exploration.
@@ -80,17 +80,24 @@ def need_two(steps: int) -> None:
 
 @dataclass(frozen=True)
 class AllButLast:
-    """Trains every step but the last (Flow-GRPO's `timestep_fraction=0.99`, config/base.py)."""
+    """Trains every step but the last (Flow-GRPO's `timestep_fraction=0.99`, config/base.py).
+
+    Example:
+        >>> AllButLast().plan_steps(seed=0, step=0, steps=4)
+        StepPlan(sde=(0, 1, 2), trained=(0, 1, 2))
+        >>> AllButLast(last="sde").plan_steps(seed=0, step=0, steps=4)
+        StepPlan(sde=(0, 1, 2, 3), trained=(0, 1, 2))
+    """
 
     last: Untrained = "ode"
 
     def count_trained(self, steps: int) -> int:
-        """T - 1."""
+        """Return T - 1."""
         need_two(steps)
         return steps - 1
 
     def plan_steps(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
-        """Same for every RL step."""
+        """Return the same plan for every RL step."""
         return StepPlan(noisy_steps(steps, self.last), tuple(range(self.count_trained(steps))))
 
 
@@ -99,8 +106,8 @@ class RandomSubset:
     """A random subset of the steps first..stop-1, drawn anew at every RL step.
 
     DanceGRPO trains int((T-1)*0.6) of the first T-1 steps and keeps noise on the others
-    (train_grpo_flux.py:511-572); UniRL and Flow-Factory take `size` of a pool and run the others by
-    the ODE (untrained="ode").
+    (train_grpo_flux.py:511-572). UniRL and Flow-Factory train `size` steps of a pool and run the
+    others by the ODE (untrained="ode").
     """
 
     fraction: float | None = 0.6
@@ -125,7 +132,7 @@ class RandomSubset:
             check_fraction(self.fraction)
 
     def count_trained(self, steps: int) -> int:
-        """size, or int(pool*fraction), at least 1."""
+        """Return `size`, or int(pool * fraction) but at least 1."""
         first, stop = pool_of("RandomSubset", self.first, self.stop, steps)
         pool = stop - first
         size = self.size if self.size is not None else max(int(pool * (self.fraction or 0.0)), 1)

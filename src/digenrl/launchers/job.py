@@ -152,8 +152,9 @@ def _find_checkpoint(composed: Composed, verifies: bool) -> Path | None:
     """Return the checkpoint that a resumed run continues from; None for a new run.
 
     Args:
-        verifies: whether this process reads every file of it. One process of a job does; the
-            others take the newest by its name, and learn from that process which one is whole.
+        verifies: whether this process reads every file of the checkpoint. One process of a job
+            does. The others take the newest by its name, and learn from that process which
+            checkpoint is whole.
 
     Raises:
         NotStarted: the run is complete, or has no whole checkpoint.

@@ -27,7 +27,7 @@ _PLACES = ("hardware=", "allocation.", "schedule", "parallel.", "max_rl_steps=",
 
 @dataclass(frozen=True)
 class Need:
-    """One thing that was looked at, and what is wrong with it."""
+    """One requirement of a run, with the result of its check."""
 
     subject: str
     text: str
@@ -62,8 +62,8 @@ def explain_refusal(composed: Composed, advisor: Advisor, first: Exception, loca
     """Return what a run that cannot start lacks, and the command that goes on.
 
     Args:
-        first: the error at which it failed. Where that is nothing of `needs`, it is all that is
-            said.
+        first: the error at which the run failed. If no missing need explains this error, its text
+            alone is returned.
     """
     if composed.resumed:
         return str(first)

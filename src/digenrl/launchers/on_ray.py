@@ -45,9 +45,10 @@ from digenrl.settle import begins_with
 _INHERITED = re.compile(
     "(HF|TRANSFORMERS|DIFFUSERS|DIGENRL|NCCL|TORCH|PYTORCH|OMP)_|XDG_CACHE_HOME$"
 )
-"""Names of variables that ranks take over from the driver: where weights and caches are, how
-libraries connect, and what torch reads when it loads, before an actor could set it. Without them a
-rank would not find what the driver has checked. Which GPUs a rank sees is Ray's to say."""
+"""Names of environment variables that ranks inherit from the driver. They say where weights and
+caches are, how libraries connect, and what torch reads at import, before an actor could set it.
+Without these variables a rank would not find what the driver has checked. Ray alone sets which GPUs
+a rank sees."""
 _INTERNAL = re.compile("^node:|memory|_group_")
 """Names of resources that Ray counts for internal use."""
 _TELL_S, _LOOK_S = 5.0, 0.5

@@ -1,4 +1,4 @@
-"""Which rank a process is that torchrun or SLURM started, by the environment that they gave it."""
+"""The rank of a process that torchrun or SLURM started, read from its environment."""
 
 from __future__ import annotations
 

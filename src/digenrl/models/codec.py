@@ -54,6 +54,7 @@ class Codec(ABC):
         self.latent_shape = tuple(latent_shape)
         self.guidance = guidance
         self._network = network
+        # Least recently used first (`CACHED_TEXTS`).
         self._embeddings: OrderedDict[Wording, Condition] = OrderedDict()
         self.store: ConditionStore | None = None
         self._said: set[str] = set()

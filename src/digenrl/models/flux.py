@@ -69,6 +69,7 @@ class LastBlock(FluxSingleTransformerBlock):
         # both [B, text and image tokens, d], gate [B, d]
         both, gate = self.norm(torch.cat([encoder_hidden_states, hidden_states], 1), emb=temb)
         named = joint_attention_kwargs or {}
+        # The image still attends to the text, so attention gets both and its text rows are dropped.
         asked = self.attn(hidden_states=both, image_rotary_emb=image_rotary_emb, **named)[:, text:]
         inner = self.act_mlp(self.proj_mlp(both[:, text:]))
         out = gate.unsqueeze(1) * self.proj_out(torch.cat([asked, inner], 2))
@@ -87,6 +88,7 @@ class FluxCodec(DiffusersCodec):
         self.report_long_prompt(pipeline.tokenizer, text, pipeline.tokenizer_max_length)
         embeddings, pooled, _ = pipeline.encode_prompt(
             text,
+            # None: T5 reads the same text as CLIP.
             prompt_2=None,
             device=pipeline.device,
             max_sequence_length=self.max_sequence_length,

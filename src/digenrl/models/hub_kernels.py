@@ -80,12 +80,14 @@ def pin_kernel(backend: str) -> str:
     require_kernel(backend)
     name, _, commit = backend.partition("@")
     entry = _registry()[name]
+    # The registry is diffusers' own: this holds for the whole process.
     entry.revision, entry.version = commit, None
     return name
 
 
 def _registry() -> dict[str, Any]:
     """Return name -> diffusers' entry of a kernel: `repo_id`, `revision`, `version`."""
+    # Private to diffusers, which has no public way to name a commit.
     found = attention_dispatch._HUB_KERNELS_REGISTRY.items()
     return {str(backend.value): entry for backend, entry in found}
 

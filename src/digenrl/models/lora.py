@@ -37,9 +37,9 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 class CastLinear(nn.Linear):
     """A linear layer that computes in the dtype of its input, for an adapter's fp32 weights.
 
-    The weights are cast on use, as by autocast. The backward pass then keeps the input once, in 16
-    bit, for all layers that read it. peft keeps an fp32 copy per adapted layer instead, and
-    multiplies in fp32.
+    The weights are cast on use, as by autocast. So the backward pass keeps the input once, in 16
+    bits, for all layers that read the same input. In peft each adapted layer keeps an fp32 copy of
+    its input, and multiplies in fp32.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
         )
     for name, module in adapted.items():
         factor = module.lora_A[ADAPTER].weight  # type: ignore[attr-defined]
-        if not factor.is_meta:  # `deferred.fill` draws those
+        if not factor.is_meta:  # `deferred.fill_parameters` draws those
             factor.data.copy_(first_factor(spec, name, factor.shape[1]))
         scale = module.scaling[ADAPTER]  # type: ignore[attr-defined]
         if scale != spec.alpha / spec.rank:

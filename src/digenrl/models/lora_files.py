@@ -1,5 +1,5 @@
-"""Read the adapter from which a run goes on (`model.lora.path`), or with which it samples
-(`sampling.lora`): of diffusers, PEFT, kohya's tools or ComfyUI, of an export, or of a run.
+"""Read the adapter from which training starts (`model.lora.path`), or with which rollouts sample
+(`sampling.lora`). Known formats: diffusers, PEFT, kohya's tools, ComfyUI, an export, a run.
 
 The file is foreign: only safetensors are read, names and shapes are checked before a tensor is
 loaded, and every layer that is missing or unknown is named.
@@ -29,7 +29,7 @@ _OF_DIFFUSERS, _OF_PEFT = "pytorch_lora_weights{}.safetensors", "adapter_model.s
 _OF_EXPORTS = (_OF_DIFFUSERS, "lora_comfyui{}.safetensors", "lora_kohya{}.safetensors")
 _PEFT_CONFIG, _LAST_WEIGHTS = "adapter_config.json", "checkpoints/last/policy.safetensors"
 _METADATA = "lora_adapter_metadata"
-"""Where diffusers keeps rank and alpha, in the header of a file."""
+"""Key of a file's header under which diffusers keeps rank and alpha."""
 _PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.", "lora_unet_")
 _DOWN = (".lora_A.default.weight", ".lora_A.weight", ".lora_down.weight", ".lora.down.weight")
 _UP = (".lora_B.default.weight", ".lora_B.weight", ".lora_up.weight", ".lora.up.weight")
@@ -115,7 +115,7 @@ def read_sampling_adapter(
     have a rank and a scale of its own; the scale is part of B. Arguments as of `read_adapter`.
 
     Raises:
-        LoraFileError: no such file, no adapter, or one of another network.
+        LoraFileError: no such file, no adapter, or an adapter of another network.
     """
     found, path = _Found(), Path(path).expanduser()
     for file, prefix in _adapter_files(path, components, _SAMPLING):
@@ -133,6 +133,7 @@ def digest_of(factors: Mapping[str, tuple[Tensor, Tensor]]) -> str:
     for name, (down, up) in sorted(factors.items()):
         state.update(f"{name} {tuple(down.shape)} {tuple(up.shape)}".encode())
         for part in (down, up):
+            # In fp32, so that equal numbers in another dtype have an equal digest.
             state.update(part.float().cpu().contiguous().numpy().data)
     return state.hexdigest()
 
@@ -187,8 +188,9 @@ def _read_file(
     found: _Found,
     swapped: tuple[str, ...],
 ) -> None:
-    """Add to `found` what one file holds. Names are those of one component, without its prefix.
-    spec: None takes every layer, whatever its rank and scale; else those in `wanted`."""
+    """Add to `found` what one file holds. Names lack the prefix of their component. spec: None
+    takes every layer, whatever its rank and scale. Otherwise only the layers in `wanted` are
+    taken."""
     try:
         with safe_open(file, framework="pt") as opened:
             keys = list(opened.keys())
@@ -253,6 +255,8 @@ def _layer_aliases(linears: Mapping[str, Size], names: Names | None) -> dict[str
                     whole = [block[0] + member for member in members]
                     if all(member in linears for member in whole):
                         table[target.format(block[1])] = whole
+    # The right operand wins: an exact name means its own layer, even if it equals another layer's
+    # name in kohya's spelling.
     return {name.replace(".", "_"): members for name, members in table.items()} | table
 
 
@@ -269,6 +273,7 @@ def _add_layer(
     turned: bool,
 ) -> None:
     """Add one layer of a file, which may be several of the network's."""
+    # Shapes come from the header, so that a wrong file costs no memory.
     down_size, up_size = (opened.get_slice(key).get_shape() for key in (layer.down, layer.up))
     # Layers that the file holds as one have one input, and their outputs one after the other.
     inputs, outputs = linears[members[0]][0], sum(linears[member][1] for member in members)
@@ -288,6 +293,7 @@ def _add_layer(
         found.wrong.append(f"{told}: values that are no finite floating-point numbers")
         return
     if turned:
+        # The halves are of the outputs, which are the rows of B.
         up = torch.cat(up.chunk(2)[::-1])
     # kohya's tools state alpha beside each layer, others once. Unstated, it is the rank.
     scale = stated if stated is not None else 1.0
@@ -364,6 +370,7 @@ def _stated_scale(file: Path, metadata: Mapping[str, str], keys: list[str]) -> f
         try:
             lora = read_plain(config)["model"]["lora"]
             return float(lora["alpha"]) / int(lora["rank"])
+        # A foreign YAML may fail in any way, and the remedy is the same.
         except Exception as error:
             raise LoraFileError(
                 f"{file} is of a run, whose alpha is in {config}, and that cannot be read "

@@ -44,7 +44,9 @@ class Offload:
 
     def __init__(self) -> None:
         self._last: weakref.ref[_Kept] | None = None
+        """Kept tensors of the last block that ran."""
         self._given: set[StorageWeakRef] = set()
+        """Storages of the arguments of that block."""
 
     def __call__(self, block: nn.Module, *args: object) -> object:
         """Run `block(*args)`. Arguments that the block before was given too (modulations, rotary
@@ -62,7 +64,12 @@ class Offload:
 
 class _Kept:
     """Tensors that autograd keeps of one block. The object lives as long as the block's part of the
-    graph."""
+    graph.
+
+    Args:
+        stays: storages that are left on the device.
+        before: kept tensors of the block before.
+    """
 
     def __init__(
         self,
@@ -73,15 +80,17 @@ class _Kept:
     ) -> None:
         self._block, self._stays, self._before, self._device = block, stays, before, device
         self._host: dict[tuple[StorageWeakRef, int], Tensor] = {}
+        """Copies in host memory."""
         self._back: dict[tuple[StorageWeakRef, int], UntypedStorage] = {}
+        """Copies on the device again; empty until the backward pass is near."""
         self._copied = torch.Event(device) if accelerator.is_own(device) else None
         if (
-            (one := self.before) is not None
-            and (two := one.before) is not None
-            and two._copied is not None
+            (previous := self.before) is not None
+            and (second := previous.before) is not None
+            and second._copied is not None
         ):
-            # The host waits here, and so the device holds no third block.
-            two._copied.synchronize()
+            # The host waits here, so that the device never holds a third block.
+            second._copied.synchronize()
 
     @property
     def before(self) -> _Kept | None:
@@ -91,7 +100,8 @@ class _Kept:
     def pack(self, tensor: Tensor) -> Tensor | _Part:
         """Return, in the forward pass, the tensor itself if it stays, else a description of its
         place in host memory."""
-        if not self._host:  # sharded weights are whole only inside the forward
+        # Here and not in `__init__`: sharded weights have these storages only inside the forward.
+        if not self._host:
             self._stays |= {
                 StorageWeakRef(weight.untyped_storage()) for weight in self._block.parameters()
             }

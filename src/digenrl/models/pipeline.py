@@ -49,8 +49,8 @@ class DiffusersPolicy(Policy):
     Args:
         path: directory in diffusers layout, or a hub id that `hf download` has put into the local
             cache.
-        build: "real" loads `path`; "tiny" loads the small random build of the same classes, made on
-            first use, whose encoder takes no more than 64 tokens.
+        build: "real" loads `path`. "tiny" loads a small random build of the same classes, made on
+            first use. Its encoder takes at most 64 tokens.
         height, width: pixels; frames: video frames (1 for images).
         guidance_scale: the embedded scale of a guidance-distilled family, else classifier-free
             guidance (1 = off).
@@ -73,8 +73,8 @@ class DiffusersPolicy(Policy):
             A kernel of the hub is "_flash_3_hub@COMMIT" (`digenrl.models.hub_kernels`).
         compile: true: the repeated blocks are compiled (regional compilation); slow to start, fast
             afterwards. Padding stays, so that all prompts have the same shape.
-        offload_encoders: move text encoders, and a VAE of more than `STAYS` bytes
-            (`digenrl.models.pipeline_codec`), back to the CPU after each use.
+        offload_encoders: move text encoders back to the CPU after each use, and a VAE too if it is
+            larger than `STAYS` bytes (`digenrl.models.pipeline_codec`).
         vae_dtype, vae_tiling: dtype of the decoder; decode large videos in tiles.
         decode_pixels: pixels that are decoded together, over samples and frames; one sample at
             least.
@@ -159,6 +159,7 @@ class DiffusersPolicy(Policy):
             self.path,
         )
         self._check_guidance(transformer, guidance_scale)
+        # Before the policy copies the network as its reference, so that both attend alike.
         self._attend_by(transformer, attention_backend or AUTO)
         # Before adapters are added, whose factors are never quantized.
         if quantize is not None:
@@ -193,8 +194,10 @@ class DiffusersPolicy(Policy):
         # An adapter names its layers; full fine-tuning would train the unread ones, too.
         if lora is None:
             self._freeze_unread()
+        # The blocks of a reference copy are among `wrap_units` now, and are compiled too.
         if compile:
             self._compile_blocks()
+        # Prompts of equal length, or each length would be compiled anew.
         self.keep_padding(compile)
         self._empty = empty
         self.shift, self.grid = shift, grid
@@ -214,9 +217,9 @@ class DiffusersPolicy(Policy):
         starts.
 
         Raises:
-            ValueError: a size that the family's strides do not divide; a checkpoint that is absent
-                or another family's; a tiny build without a description; or latents with another
-                number of channels than the network takes.
+            ValueError: the family's strides do not divide a size; the checkpoint is absent or of
+                another family; the tiny build has no description; or the latents' channels are not
+                the network's.
         """
         codec = cls.codec_class
         size = settings["height"], settings["width"], settings.get("frames", 1)
@@ -229,7 +232,8 @@ class DiffusersPolicy(Policy):
             quantized.require_library(kind)
         hub_kernels.require_kernel(str(settings.get("attention_backend")))
         network = cls.network_config(settings)
-        # A packed token holds 2 x 2 latent pixels.
+        # A packed token holds 2 x 2 latent pixels. An image-to-video network takes more channels
+        # than it gives (noise, mask and first frame), so either number may match.
         channels = codec.channels * (4 if codec.packed else 1)
         if channels not in (network.get("in_channels"), network.get("out_channels")):
             raise ValueError(
@@ -244,6 +248,7 @@ class DiffusersPolicy(Policy):
     def outline(cls, settings: Mapping[str, object]) -> nn.Module:
         """Return the transformer without weights, its experts included."""
         config = cls.network_config(settings)
+        # A config.json also has keys of the library, such as _class_name.
         known = inspect.signature(cls.transformer_class).parameters
         with torch.device("meta"):
             networks = [
@@ -370,12 +375,13 @@ class DiffusersPolicy(Policy):
         self.attention_backend = backend
 
     def attention_used(self, device: torch.device) -> dict[str, str]:
-        """See `Policy.attention_used`."""
+        """Return what `Policy.attention_used` says."""
         if self.attention_backend != AUTO:
             return {"backend": self.attention_backend}
         width = getattr(self.transformer.config, "attention_head_dim", 128)
         # [B, heads, tokens, d] of a call without a mask.
         rows = torch.empty(1, 1, 128, width, dtype=self.dtype, device=device)
+        # A private function of torch: the public ones answer for CUDA alone.
         kernel = SDPBackend(torch._fused_sdp_choice(rows, rows, rows))
         return {"backend": "native", "kernel": kernel.name.lower()}
 
@@ -406,6 +412,8 @@ class DiffusersPolicy(Policy):
         spec = LoraSpec.from_config(lora)
         if len(spec.targets) != 1 or spec.targets[0] not in PRESETS:
             return spec
+        # Targets are patterns, in which a dot matches any letter. `expected` makes a layer that the
+        # network lacks an error.
         names = self.lora_names(config, spec.targets[0])
         return replace(spec, targets=tuple(re.escape(name) for name in names), expected=len(names))
 

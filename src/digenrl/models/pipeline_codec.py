@@ -34,7 +34,7 @@ A plan leaves more memory than this free on every GPU of 16 GiB or more."""
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where a codec finds its components."""
+    """Location of a codec's components."""
 
     path: str
     """Directory in diffusers layout, or a hub id."""

@@ -190,8 +190,9 @@ class Policy(nn.Module, ABC):
         ]
 
     def attention_used(self, device: torch.device) -> dict[str, str]:
-        """Return the attention that the network uses on `device`, for the run's record: `backend`,
-        and the `kernel` without a mask where PyTorch chooses it. {}: the family does not say."""
+        """Return the attention that the network uses on `device`, for the run's record. `backend`
+        is its name. `kernel` is what PyTorch chooses for attention without a mask, if PyTorch
+        chooses. {}: the family does not say."""
         return {}
 
     def all_networks(self) -> list[nn.Module]:
@@ -271,6 +272,7 @@ class Policy(nn.Module, ABC):
         gradient in the unconditional one.
         """
         latents = latents.to(self.dtype)
+        # Noise levels stay in fp32 at least: bf16 rounds them by up to 0.2 %.
         sigmas = sigmas.to(wide_dtype(self.dtype))
         positive = {key: value for key, value in condition.items() if not key.startswith(NEGATIVE)}
         # With an adapter, frozen weights are stored in `dtype`, and its factors cast themselves.
@@ -332,6 +334,8 @@ class Policy(nn.Module, ABC):
                     f"sampling.eval.guidance_scale = {scale}: {self.family} has no unconditional "
                     "branch; set it to null"
                 )
+            # The codec holds the same object, so it encodes negative prompts where they are needed
+            # now.
             guidance.scale = float(scale)
         try:
             yield

@@ -39,6 +39,7 @@ def cache_root(kind: str) -> Path:
     """
     if os.environ.get("DIGENRL_CACHE"):
         return Path(os.environ["DIGENRL_CACHE"]) / kind
+    # From this file: models/, digenrl/, src/, the checkout.
     checkout = Path(__file__).resolve().parents[3]
     if (checkout / "pyproject.toml").exists():
         return checkout / ".cache" / kind
@@ -53,6 +54,7 @@ def require_writable(root: Path) -> None:
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
+        # A real file, because permissions tell nothing of quotas and read-only mounts.
         with tempfile.TemporaryFile(dir=root):
             pass
     except OSError as error:
@@ -128,6 +130,7 @@ def load_component(
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise missing_error(path, f"{subfolder}/", error) from error
+    # diffusers fills missing tensors with random numbers and only warns.
     absent = sorted(info.get("missing_keys", [])) + [
         str(key) for key in info.get("mismatched_keys", [])
     ]
@@ -137,6 +140,7 @@ def load_component(
             f"{absent[0]}): "
             f"half a checkpoint, or another architecture; fetch it again with `hf download {path}`"
         )
+    # Dropout would make replay differ from sampling.
     return model.eval()
 
 
@@ -169,8 +173,9 @@ def folder_of(path: str, wanted: str) -> Path:
     """Return the directory of a checkpoint on this machine. Raises PretrainedError, which names
     what was `wanted` of it, if there is none.
 
-    Only the index of a hub's checkpoint is asked for: the hub's library calls a snapshot incomplete
-    that lacks files which no run opens, such as a second copy of the weights in another layout.
+    For a checkpoint of the hub only the index is requested. A snapshot may lack files that no run
+    opens, such as a second copy of the weights in another layout, and the hub's library would call
+    it incomplete.
     """
     try:
         if Path(path).is_dir():

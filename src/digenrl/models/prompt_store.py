@@ -1,11 +1,11 @@
 """Conditionings of texts on disk: one safetensors file per wording, mapped into memory by every
 process that reads it.
 
-A file appears by one rename, when it is whole and on the disk. It says which wording of which store
-it holds, and carries a digest of its tensors: an exchanged, foreign or damaged file is removed, and
-its wording is encoded again. A writer holds the directory's lock,
-so that one process encodes the wordings that many miss, and the others find them. The lock ends
-with its owner. A killed owner leaves a temporary file, which the next owner removes.
+A file appears by one rename, when it is whole and on the disk. Its header names the wording and the
+store, and carries a digest of the tensors. An exchanged, foreign or damaged file is removed, and
+its wording is encoded again. A writer holds the directory's lock. So one process encodes the
+wordings that many miss, and the others find them. The lock ends with its owner. A killed owner
+leaves a temporary file, which the next owner removes.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class PromptStore:
         ) == _tensors_digest(found):
             return found
         logger.warning("%s is damaged or of another wording: it is encoded again", path)
+        # Another process may have removed the file first.
         path.unlink(missing_ok=True)
         return None
 
@@ -164,6 +165,7 @@ def _tensors_digest(condition: Condition) -> str:
     total = xxhash.xxh3_128()
     for key, value in sorted(condition.items()):
         total.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
+        # As bytes, because numpy has no bfloat16.
         total.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 

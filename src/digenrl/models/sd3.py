@@ -48,6 +48,7 @@ class SD3Codec(DiffusersCodec):
             prompt_2=None,
             prompt_3=None,
             device=pipeline.device,
+            # Negative prompts are wordings of their own, with a call of their own.
             do_classifier_free_guidance=False,
             max_sequence_length=self.max_sequence_length,
         )

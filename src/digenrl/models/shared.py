@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 def attend_with(attention: Attention, processor: AttentionProcessor) -> None:
     """Give an attention layer of diffusers another processor, with the backend of its present
     one."""
+    # The network's backend was set on the present processor, and would be lost with it.
     processor._attention_backend = attention.processor._attention_backend
     attention.set_processor(processor)
 

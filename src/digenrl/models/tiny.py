@@ -106,6 +106,7 @@ def describe_part(facts: Facts, name: str) -> Any:
     if isinstance(described, dict) and "like" in described:
         return {
             key: value
+            # The right operand wins: a family's own values.
             for key, value in (_SHARED[described["like"]] | described).items()
             if key != "like"
         }
@@ -146,6 +147,7 @@ def _build_digest(facts: Facts) -> str:
     files = (Path(__file__), Path(tokenizers.__file__), tokenizers.DATA, _SHARED_FILE)
     parts = [path.read_bytes() for path in files] + [json.dumps(facts.tiny).encode()]
     parts += [
+        # Another version may initialise or save the same build otherwise.
         f"{name}=={version(name)}".encode()
         for name in ("diffusers", "transformers", "tokenizers", "torch")
     ]

@@ -92,6 +92,7 @@ def qwen(templates: list[str] | None = None) -> Qwen2Tokenizer:
     return Qwen2Tokenizer(
         vocab=vocabulary,
         merges=merges,
+        # The class adds the first one, <|endoftext|>, by itself.
         additional_special_tokens=special[1:],
         model_max_length=2048,
     )
@@ -184,6 +185,7 @@ def _train_bpe(
     unknown token.
     """
     counts = Counter(word for text in texts for word, _ in pre_tokenizer.pre_tokenize_str(text))
+    # CLIP marks the last letter of a word, so that `a` inside a word is another token.
     words = {word: [*word[:-1], word[-1] + suffix] for word in counts}
     merges: list[tuple[str, str]] = []
     while len(merges) < MERGES:

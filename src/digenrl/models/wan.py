@@ -48,6 +48,7 @@ class _SelfAttention(WanAttnProcessor):
         attention_mask: Tensor | None = None,
         rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
+        # Set only while a context group computes a forward together (parallel.context).
         if self._parallel_config is None:
             return super().__call__(
                 attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb

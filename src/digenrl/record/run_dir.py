@@ -154,9 +154,10 @@ def require_own(run_dir: str | os.PathLike[str]) -> None:
     """Check that whatever is read or written in a run directory stays in it.
 
     Links are refused, with two exceptions: `checkpoints/last` to a checkpoint beside it, and what
-    W&B links inside its own folder or to its own log. So are pipes, devices and sockets, a folder
-    in place of a file, and a file that has a second name elsewhere (a hard link): a later command
-    may write on it. Files of checkpoints and of W&B may have one, because these are only replaced.
+    W&B links inside its own folder or to its own log. Pipes, devices and sockets are refused too,
+    and so is a folder in place of a file. A file with a second name elsewhere (a hard link) is
+    refused, because a later command may write to it. Files of checkpoints and of W&B may have a
+    second name: they are replaced, never written to.
 
     Raises:
         ForeignEntry: names what is wrong, and what to do.

@@ -1,8 +1,8 @@
 """One process at a time goes on with a run: a lock on its directory.
 
 The kernel holds the lock (flock) for the process that took it and for the children that keep the
-descriptor, such as the launcher's monitor. It ends with the last of them, however they end. A file
-in the directory only says who holds it.
+descriptor, such as the launcher's monitor. The lock ends with the last of these processes, however
+they end. A file in the directory only says who holds it.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ class SpanLog:
             only.
         progress: object in which stages in progress are marked.
         limit: bytes of the file from which on spans are only summed.
-        mark: marks the end of the work given to the device so far, as `digenrl.accelerator.mark`.
+        mark: marks the end of the work given to the device so far, as
+            `digenrl.accelerator.mark_work`.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Read a run directory, also after a crash: with a torn last line, missing files, or lines written
 twice.
 
-Nothing in the directory is trusted. A line is left out, counted, and named with its file and number
-if it is no JSON object, or if a known field has another type or an absurd value. Spans are read
-line by line each time they are needed.
+Nothing in the directory is trusted. A line is left out if it is no JSON object, or if a known field
+has another type or an absurd value. Lines that are left out are counted, and reported with their
+file and number. Spans are read line by line each time they are needed.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Summary(TypedDict):
     planned: Planned | None
     stages: dict[str, StageSeconds]
     memory: dict[str, RoleMemory]
-    """By role."""
+    """Role -> memory of its ranks."""
     cells: dict[str, int]
     groups: dict[str, int]
     """Outcome -> groups."""

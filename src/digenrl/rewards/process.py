@@ -1,11 +1,11 @@
 """Run a scorer in a separate process, which isolates its threads, its memory and its crashes.
 
 The child, `python -m digenrl.rewards.process`, is the reward service (`service.py`) on a
-free port of 127.0.0.1, behind a token that only parent and child know. It reads {"node": ...,
-"token": ..., "device": number or null} from its standard input and answers {"url": ...} on its
-standard output, later {"error": ...} if the scorer fails. It ends when its standard input ends,
-so also when the parent is killed. It leads a process group of its own, which ends with it:
-processes that a scorer has started do not stay.
+free port of 127.0.0.1, behind a token that only parent and child know. The child reads {"node":
+..., "token": ..., "device": number or null} from its standard input. It answers {"url": ...} on its
+standard output, and later {"error": ...} if the scorer fails. The child ends when its standard
+input ends, so also when the parent is killed. It leads a process group of its own, which ends with
+it: processes that a scorer has started do not stay.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ class ProcessScorer:
             except Unanswered as error:
                 self._raise_lost(error, self._call_s)
             except RewardUnavailable:
+                # An answer without scores: the child lives.
                 self._deaths = 0
                 raise
             self._deaths = 0
@@ -139,6 +140,7 @@ class ProcessScorer:
         printed, printing = os.pipe()
         threading.Thread(target=_pass_on, args=(printed,), daemon=True).start()
         self._child = subprocess.Popen(
+            # -P: no file of the working directory hides a module.
             [sys.executable, "-P", "-m", "digenrl.rewards.process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -196,6 +198,7 @@ class ProcessScorer:
         if self._child is not None:
             with suppress(subprocess.TimeoutExpired):
                 code = self._child.wait(0.5)
+                # A child that reported the cause before it died: this raises it.
                 self._read_answer(0.0)
         self._deaths += 1
         self._end_child()
@@ -217,6 +220,7 @@ class ProcessScorer:
             self._client = None
         if self._child is not None:
             _kill_group(self._child.pid)
+            # Reaps the child and closes its pipes.
             self._child.communicate()
             self._child = None
 
@@ -295,6 +299,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # a group gets them; the rank still finishes its step
     asked = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # The pipe to the parent moves to another descriptor, out of reach of a scorer's prints.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a scorer prints belongs to the run's log
     scorer = _Reporting(asked["node"], asked["device"], answers)

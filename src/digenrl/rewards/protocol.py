@@ -5,7 +5,7 @@ A *scorer* is any callable `scorer(media, prompts) -> scores`:
 - `media`: fp32 in [0, 1] on any device. Images are [B, C, H, W], videos [B, F, C, H, W]. C is 3
   (RGB) or 1 (grey).
 - `prompts`: B `Prompt`s. Row i of `media` was made from prompt i. `target` and `metadata` are
-passed on unchanged.
+  passed on unchanged.
 - `scores`: [B] floating point on any device. Each is finite, or NaN for a sample without a score;
   larger is better. Infinity counts as NaN, because no advantage can be made of it.
 

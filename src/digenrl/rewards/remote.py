@@ -61,7 +61,7 @@ class _Retry(Exception):
         status: int | None = None,
         after_s: float | None = None,
     ) -> None:
-        """status: None = no answer came."""
+        """Keep the HTTP status; None = no answer came."""
         super().__init__(f"{endpoint.url}: {cause}")
         self.endpoint, self.status, self.after_s = endpoint, status, after_s
 
@@ -100,9 +100,10 @@ class RemoteScorer:
         deadline_s: seconds within which every call returns or raises, whatever happens.
         attempt_s: seconds of the longest single attempt; None = half of `deadline_s`.
         max_attempts: attempts per request, over all URLs.
-        dtype: dtype on the wire: float32 is exact; uint8 takes a quarter of the bytes and rounds to
+        dtype: dtype on the wire. float32 is exact. uint8 takes a quarter of the bytes and rounds to
             1/255.
-        model_id, weights_digest: identity that must answer; both null = that of the first answer.
+        model_id, weights_digest: identity that every answer must have; both null = the identity of
+            the first answer.
         token_env: environment variable with the bearer token; no token is sent if the variable is
             unset or empty.
         token: the bearer token itself, in place of the variable's.

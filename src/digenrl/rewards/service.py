@@ -114,8 +114,8 @@ class Guard:
     """Check of the token, and every refusal as JSON, around the handlers of a service.
 
     Args:
-        token: bearer token that requests must carry; None = no token (loopback only, see
-        `serve_rewards`).
+        token: bearer token that requests must carry. None = no token (loopback only, see
+            `serve_rewards`).
     """
 
     def __init__(self, token: str | None) -> None:

@@ -142,7 +142,7 @@ class RewardSuite:
         self.run_dir: Path | None = None
         """Directory of the run; None outside of a run, where nobody asks people."""
         self.tick: Callable[[], None] = lambda: None
-        """Called by a scorer that waits for people, with which a run sees that it lives."""
+        """Function that a scorer calls while it waits for people, so that the run sees progress."""
         self._failures = {name: FailureCount() for name in self._makers}
         self._lock = threading.Lock()
 

@@ -3,8 +3,8 @@ judge on one machine: one request at a time, greedy, pictures as data URIs.
 
     python -m digenrl.rewards.vlm_server DIRECTORY --port 8000 --served-model-name NAME
 
-With `response_format` of type json_schema, whose only property is an integer, the answer is one of
-the numbers between its minimum and maximum. Each token must continue one of these answers. The
+A `response_format` of type json_schema may ask for a single integer. Then the answer is a number
+between its minimum and maximum, because every generated token must continue such a number. The
 bearer token is read from the variable VLLM_API_KEY, as by vLLM.
 """
 

@@ -31,12 +31,12 @@ def noisy_trajectories(
     kernel: Kernel = KERNEL,
     before_forward: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
-    """Trajectories with noise in every step, and how much likelier they are to be the policy's than
-    the base model's.
+    """Draw trajectories with noise in every step, and measure how much likelier the policy makes
+    them than the base model.
 
-    By the chain rule that is the sum of the KL divergences of their transitions, |difference of
-    means|^2 / (2 S^2): an upper bound of the divergence of the samples themselves (data processing
-    inequality).
+    By the chain rule this is the sum over transitions of their KL divergences, |difference of
+    means|^2 / (2 S^2). By the data processing inequality it bounds the divergence of the samples
+    themselves from above.
 
     Args:
         condition: leading dimension 1 or b.

@@ -1,7 +1,8 @@
 """The rollout engine: encode -> sample -> decode -> score -> `Trajectory`.
 
-It runs unchanged on rollout ranks, colocated ranks, lending trainers and in evaluation, and knows
-none of them: what a task gives depends on the task, the seed and the weights alone.
+The engine runs unchanged on rollout ranks, on colocated ranks, on trainers that lend, and in
+evaluation. It does not know which: the result of a task depends on the task, the seed and the
+weights alone.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ class RolloutEngine:
         return self._rewards.placement == "inline"
 
     def begin_task(self, task: Task, prompt: Prompt) -> Generation:
-        """A task before its first denoising step."""
+        """Return a task before its first denoising step."""
         rows = tuple(range(task.first_sample, task.first_sample + task.samples))
         key = denoise.SampleKey(self.seed, task.step, prompt.uid, rows)
         shape, dtype = self.policy.latent_shape, self.sampling.storage_dtype
@@ -227,8 +228,8 @@ class RolloutEngine:
         return self.policy.codec.decode(generation.state.latents)
 
     def score(self, generation: Generation, media: Tensor) -> Future[Trajectory]:
-        """The finished trajectory, as soon as its scores are there; scoring runs beside the next
-        task's generation."""
+        """Return a future of the finished trajectory, which resolves when its scores are there.
+        Scoring runs beside the next task's generation."""
         task, prompt = generation.task, generation.prompt
         plan = self._step_plan(task, prompt)
         samples = denoise.finished_samples(generation.state, plan)
@@ -270,16 +271,17 @@ class RolloutEngine:
         kl_samples: int = 0,
         noisy_too: bool = False,
     ) -> Pictures:
-        """ODE samples with noise that depends on (seed, prompt, sample) alone, scored by every
-        reward.
+        """Draw ODE samples with noise that depends on (seed, prompt, sample) alone, and score them
+        by every reward.
 
         Args:
             prompts: distinct prompts.
             samples_per_prompt: rows per prompt.
-            seed: of the evaluation noise.
+            seed: seed of the evaluation noise.
             steps: ODE steps; None = `sampling.eval_steps`.
             before_step: called before each of them; an exception ends the evaluation.
-            kl_samples: of each prompt, whose divergence from the base model is measured too.
+            kl_samples: number of samples of each prompt whose divergence from the base model is
+                measured.
             noisy_too: whether a sample of the first prompt is drawn as rollouts do, for
                 `Pictures.noisy`.
         """

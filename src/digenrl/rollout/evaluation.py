@@ -1,9 +1,9 @@
 """What an evaluation draws: the same prompts with the same noise every time, in pieces that any
 rank makes alike.
 
-A piece is one prompt with all its samples, or as many prompts as `sampling.eval.batch` samples
-have. A rank draws and scores a piece together. The numbers of an evaluation therefore do not depend
-on which rank made which piece.
+A piece is one prompt with all its samples, or several prompts if `sampling.eval.batch` has room for
+theirs. A rank draws and scores a piece as one batch. The numbers of an evaluation therefore do not
+depend on which rank made which piece.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from digenrl.rollout.engine import RolloutEngine
 from digenrl.types import Prompt
 
 NOISY_PIECES = 6
-"""Pieces whose first prompt is drawn with the run's own noise too, where that is asked for."""
+"""Number of pieces whose first prompt is also drawn with the run's own noise, if `noise` is set."""
 
 
 def join_pictures(parts: Sequence[Pictures]) -> Pictures:
@@ -73,24 +73,24 @@ class FixedSamples:
         Args:
             before_step: as in `RolloutEngine.evaluate_prompts`.
             before_piece: called with the number of each piece before it is drawn.
-            noise: beside each of the first `NOISY_PIECES` of `numbers`, a sample is drawn as
-                rollouts draw it. The evaluation's own first pieces alone keep it
-                (`Pictures.noisy`), so that it does not matter who draws which; the others draw it
-                because sharded weights need the same forwards everywhere.
+            noise: draw one more sample for each of the first `NOISY_PIECES` of `numbers`, with
+                noise as rollouts do. Sharded weights need the same forwards on every rank, so every
+                rank draws these samples. Only the first pieces of the evaluation keep theirs
+                (`Pictures.noisy`), so the numbers do not depend on which rank draws which piece.
         """
-        parts, compared = [], self.kl_samples if engine.policy.adapter.has_reference else 0
+        parts, kl_samples = [], self.kl_samples if engine.policy.adapter.has_reference else 0
         for place, number in enumerate(numbers):
             before_piece(number)
             asked = self.pieces[number], self.per_prompt, self.seed, self.steps
             made = engine.evaluate_prompts(
-                *asked, before_step, compared, noise and place < NOISY_PIECES
+                *asked, before_step, kl_samples, noise and place < NOISY_PIECES
             )
             # The sample was drawn only so that all ranks make equal forwards. It is not kept:
             # otherwise the numbers would depend on the rank.
             if number >= NOISY_PIECES:
                 made = replace(made, noisy=torch.full_like(made.noisy, torch.nan))
-            # [n, C, H, W] or [n, F, C, H, W]. Rounded here, so that files and statistics see one
-            # thing.
+            # [n, C, H, W] or [n, F, C, H, W]. Rounded here, so that files and statistics see the
+            # same values.
             media = made.media.mul(255.0).round().to(torch.uint8).cpu()
             scores = {name: values.float().cpu() for name, values in made.rewards.items()}
             parts.append(replace(made, media=media, rewards=scores))

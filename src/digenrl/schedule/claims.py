@@ -11,7 +11,7 @@ its own is empty. So a head changes the order of claims, and reserves nothing.
 
 Invariants:
 1. One rank at a time runs a task, and a task is finished once. A late result of a lost owner is
-refused.
+   refused.
 2. When an owner is lost, its task goes back exactly once, with a new attempt id. A task that an
    owner released before it left goes back with the same attempt id.
 

@@ -20,7 +20,7 @@ made again (tests/schedule/replaying.py does).
 
 Invariants:
 1. Progress: some free rank accepts the next task, or some busy rank will. Declining never stops the
-queue.
+   queue.
 2. Makespan: n equal tasks on m ranks of constant speed, all free at 0, end by (1 + (m-1)/n) x total
    work / total speed. Proof: the accepted finishing times are the n smallest of the union of
    {free_i + j s_i}. At t = (n+m-1)/sum(1/s_i) the union holds sum floor(t/s_i) > n-1 of them, so n
@@ -108,7 +108,7 @@ class Scheduler:
         spec: the schedule.
         roles: which ranks train and which generate.
         plan: version -> the tasks that ranks with this version generate, in claim order
-            (`order.queue`, or an override of it).
+            (`order.version_queue`, or an override of it).
         record: called with every event and decision.
     """
 

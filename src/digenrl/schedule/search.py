@@ -5,10 +5,10 @@ the tasks left, and the fragments to train. A branch waits for the next fragment
 rounds of tasks. The lower bound is the work that remains. The incumbent is never to lend. Behind
 the idle point the search follows fixed rules, so it takes a millisecond.
 
-The model: rollout ranks accept tasks by the decline rule (`ranks.declines`). Their finishing times
-are then the sorted union of {free_i + j seconds_i}. A loan does not change these times, but the
-claims behind it get later numbers. A fragment is ready when its last task is. Fragments train one
-after another.
+The model: rollout ranks accept tasks by the decline rule (`ranks.declines_task`). Their finishing
+times are then the sorted union of {free_i + j seconds_i}. A loan does not change these times, but
+the claims behind it get later numbers. A fragment is ready when its last task is. Fragments train
+one after another.
 
 Invariants:
 1. Under this model the chosen plan is never worse than never lending.

@@ -2,7 +2,7 @@
 
 Invariants:
 1. I9: a consumed version is never older than the trainer's minus one, nor newer than the trainer's.
-A violation raises.
+   A violation raises.
 2. I10: issued = trained + dropped(reason) + in flight, at every step.
 
 Pure: standard library only.

@@ -10,7 +10,7 @@ Invariants:
 1. I2: every block is placed exactly once (on all ranks of one context group).
 2. All ranks have equally many micro-batches.
 3. The placement is a pure function of (spec, trainers, fragment), so producers and consumers agree
-without talking.
+   without talking.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class DirectoryCheckpointIO(CheckpointIO):
         return Writing(cast("concurrent.futures.Future[Any]", future), temporary)
 
     def _make_newest(self, temporary: Path, target: Path) -> None:
-        """What is written becomes the newest checkpoint; outdated ones go."""
+        """Make a written checkpoint the newest one, and remove outdated checkpoints."""
         own_folder(target.parent)
         if (
             target.exists()
@@ -391,7 +391,8 @@ def newest_valid(
 
 
 def _save_state(state: dict[str, Any], path: Path) -> None:
-    """torch.save hides what the disk said behind a RuntimeError about positions."""
+    """Write a state with torch.save, and raise the disk's own error. torch.save hides it behind a
+    RuntimeError about positions."""
     with path.open("wb") as file:
         try:
             torch.save(state, file)
@@ -402,7 +403,7 @@ def _save_state(state: dict[str, Any], path: Path) -> None:
 
 
 def _without_tensors(node: Any, place: str, tensors: dict[str, Tensor]) -> Any:
-    """`node` without the tensors in its dictionaries, which go to `tensors`."""
+    """Return `node` without the tensors in its dictionaries. The tensors go to `tensors`."""
     if isinstance(node, list):
         return [
             _without_tensors(value, f"{place}/{index}", tensors) for index, value in enumerate(node)
@@ -420,18 +421,18 @@ def _without_tensors(node: Any, place: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _root_cause(error: CheckpointException) -> BaseException:
-    """What happened to one of the ranks; what a disk said comes first."""
+    """Return the error of one of the ranks. Errors of a disk come first."""
     causes = [cause for cause, _ in error.failures.values()]
     return next((cause for cause in causes if isinstance(cause, OSError)), causes[0])
 
 
 def step_of(checkpoint: Path) -> int:
-    """RL steps that a checkpoint's run had finished, from its directory's name."""
+    """Return the RL steps that a checkpoint's run had finished, from its directory's name."""
     return int(checkpoint.name.rpartition("-")[2])
 
 
 def _manifest_text(facts: dict[str, Any]) -> str:
-    """The text of a manifest, which ends with the digest of its own facts."""
+    """Return the text of a manifest, which ends with the digest of its own facts."""
     own = xxhash.xxh3_64_hexdigest(json.dumps(facts).encode())
     return json.dumps(facts | {"xxh3": own}, indent=2)
 

@@ -9,8 +9,8 @@ pickle.
     part of trainer 1 --+- policy-00001.part --+-> policy.safetensors: whole rows, as who trained
                         alone would write it `- state-00001.safetensors
 
-A part says in its header at which row of the whole tensor each of its tensors begins. torch plans
-from that who reads which rows, so another number of trainers may read what one wrote.
+The header of a part gives the row of the whole tensor at which each of its tensors begins. torch
+plans the reads from these rows, so a resumed run may have another number of trainers.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PartWriter(StorageWriter):
         self._directory, self._stage, self._complete = directory, stage, complete
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """A writer writes a single checkpoint."""
+        """Do nothing: a writer writes a single checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Make the directory, in place of what was left by processes that were killed."""
@@ -160,7 +160,8 @@ class PartWriter(StorageWriter):
 def save_weights(
     tensors: Mapping[str, Tensor], path: Path, offsets: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """safetensors' own error says what the disk said; raised as the OSError that it is."""
+    """Write weights. safetensors' own error holds what the disk said, and is raised as an
+    OSError."""
     try:
         header = {_OFFSETS: json.dumps(offsets)} if offsets else None
         save_file(dict(tensors), path, header)

@@ -2,9 +2,9 @@
 nothing of it.
 
 Each rank of a group computes its part of the tokens, and the attention of its part of the heads
-(Ulysses, arXiv:2309.14509), by diffusers' hooks and the family's `context_plan`. Noise, latents and
-log-probs stay whole on every rank, and all of them compute the same loss. The gradient of a rank is
-what its tokens give, and the sum over the group is the gradient of one rank alone.
+(Ulysses, arXiv:2309.14509). diffusers' hooks do this, as the family's `context_plan` says. Noise,
+latents and log-probs stay whole on every rank, and all of them compute the same loss. The gradient
+of a rank is what its tokens give, and the sum over the group is the gradient of one rank alone.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Context:
 
     @contextmanager
     def share_tokens(self) -> Iterator[None]:
-        """Inside, the ranks of a group compute forwards together, and repeat parts of them in the
-        backward pass."""
+        """Let the ranks of a group compute forwards together during the body, and repeat parts of
+        them in the backward pass."""
         context, plan = self._config.context_parallel_config, self._policy.context_plan
         for network in self._policy.all_networks():
             apply_context_parallel(network, context, plan)

@@ -1,26 +1,26 @@
 """`DisaggregatedStrategy`: rollout ranks generate while trainer ranks learn. This page is wiring
 and hooks.
 
-Lightning sees the trainers only (see `cluster/world.py`). On a trainer its fit loop is stock: the
-Strategy replaces the train dataloader, scales the loss, reduces gradients once per update, and
-publishes weights after the last update of a logical batch. On a rollout a `RolloutWorker` replaces
-the fit loop. A Lightning epoch is an RL step.
+Lightning sees the trainers only (see `cluster/world.py`). On a trainer the fit loop is Lightning's
+own. The Strategy replaces the train dataloader, scales the loss, reduces gradients once per update,
+and publishes weights after the last update of a logical batch. On a rollout a `RolloutWorker`
+replaces the fit loop. A Lightning epoch is an RL step.
 
 Who waits for what, and what unblocks the wait (every wait is bounded, and ends when the run is
 aborted):
 
-    role      waits for                      in                         unblocked by
-    -------   ----------------------------   ------------------------   ----------------------------------------------
-    rollout   the first version              RolloutMail.wait           trainers: Publisher.begin
-    rollout   a task of its version          RolloutMail.wait           trainers: Publisher.publish (the next version)
-    rollout   its scorer                     TaskRunner.score           the scorer's thread: a task is scored
-    rollout   room in a link's outbox        TaskRunner._send_scored    a trainer reads: Inbox.receive
-    trainer   a complete, scored fragment    Lending._wait              rollouts: TaskRunner.send; or it lends (TAG)
-    trainer   trainer 0's choice (lockstep)  Agreement.choose           trainer 0: the same call
-    trainer   the others, at a piece         StopVote.begin             the slowest trainer: it comes to the piece
-    trainer   equal digests                  Publisher.publish          the slowest replica: its own digest
-    trainer   an evaluation's pieces         Evaluations.finish         rollouts: EvaluationWorker.make
-    trainer   the checkpoint in writing      Checkpoints.wait           the writing thread: files are flushed
+    role      waits for                      in                              unblocked by
+    -------   ----------------------------   -----------------------------   -----------------------------------------
+    rollout   the first version              RolloutMail.wait_for_message    Publisher.publish_first_version
+    rollout   a task of its version          RolloutMail.wait_for_message    Publisher.publish (the next version)
+    rollout   its scorer                     TaskRunner.score                the scorer's thread: a task is scored
+    rollout   room in a link's outbox        TaskRunner._send_scored         a trainer: Inbox.receive_message
+    trainer   a complete, scored fragment    Lending._wait_for_move          TaskRunner.send_results; or it lends (TAG)
+    trainer   trainer 0's choice (lockstep)  Agreement.agree_on_choice       trainer 0: the same call
+    trainer   the others, at a piece         StopVote.begin_piece            the slowest trainer, at the piece
+    trainer   equal digests                  Publisher._agree_on_digest      the slowest replica: its own digest
+    trainer   an evaluation's pieces         Evaluations.finish_evaluation   rollouts: EvaluationWorker.make_piece
+    trainer   the checkpoint in writing      Checkpoints.wait_until_written  the writing thread: files are flushed
 
                  tasks claimed on the control store
                 +----------------------------------+
@@ -217,8 +217,8 @@ class DisaggregatedStrategy(DDPStrategy):
             self.parts.step.together = group.share_tokens
 
     def configure_ddp(self) -> None:
-        """Wrap nothing: `gradients.average` reduces once per update for replicas, and FSDP2 has
-        sharded in place."""
+        """Wrap nothing: `gradients.average_grads` reduces once per update for replicas, and FSDP2
+        has sharded in place."""
 
     # ---- life of a rank
 

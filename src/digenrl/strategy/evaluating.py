@@ -83,8 +83,8 @@ class EvaluationWorker:
         return self._claims.take_next_task(evaluation_queue(version), pieces, range(len(pieces)))
 
     def make_piece(self, version: int, claim: Claim, receive: Callable[[], None]) -> None:
-        """Make a claimed piece and send it to trainer 0. A rank that leaves meanwhile gives it up:
-        another rank makes it.
+        """Make a claimed piece and send it to trainer 0. If this rank must leave, the claim is
+        released for another rank.
 
         Args:
             receive: called before each denoising step, to sort what has arrived.
@@ -120,7 +120,7 @@ class EvaluationWorker:
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Inside, the engine holds the weights of the open evaluation."""
+        """Give the engine the weights of the open evaluation during the body."""
         if not self._wanted:
             yield
             return
@@ -135,8 +135,8 @@ class Evaluations:
     """The trainers' part: opening an evaluation, and waiting for its pieces before the next update.
 
     Args:
-        receive: `Inbox.receive`.
-        agree: `Agreement.choose`.
+        receive: `Inbox.receive_message`.
+        agree: `Agreement.agree_on_choice`.
         publish: `Publisher.publish_evaluated`.
     """
 

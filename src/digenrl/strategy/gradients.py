@@ -22,9 +22,9 @@ _BACKEND = re.compile(r"gloo|NCCL|ncclSystemError|Connection (reset|closed) by p
 def average_grads(parameters: Iterable[Tensor], trainers: int) -> None:
     """Average `.grad` over the trainers, in one flat all-reduce per dtype.
 
-    A gradient that is None on every rank stays None (a text branch that the output does not use);
-    one that is None on some ranks counts as zero there. Sharded parameters are skipped: FSDP has
-    reduced them in the backward pass.
+    A gradient that is None on every rank stays None, such as that of a text branch that the output
+    does not use. A gradient that is None on some ranks counts as zero there. Sharded parameters are
+    skipped: FSDP has reduced them in the backward pass.
     """
     if trainers == 1:
         return
@@ -85,7 +85,7 @@ def is_of_a_peer(error: BaseException) -> bool:
 
 
 def assert_equal_digests(own: str, trainers: int, version: int) -> None:
-    """Every trainer calls this with its digest of a version.
+    """Check that all trainers have the same digest of a version. Every trainer calls this.
 
     Raises:
         WeightsError: the replicas have drifted apart, so nothing that follows could be trusted.

@@ -12,10 +12,13 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
 
 def run_free(trainer: pl.Trainer) -> None:
-    """Replicas must not wait for each other inside an update, as they do where Lightning broadcasts
-    before every micro-batch whether rank 0 got SIGTERM; its handler would start a collective that
-    nobody joins. Stops are agreed at the end of a step (`Control.stopping`), or at a piece of it
-    (`StopVote`)."""
+    """Switch off Lightning's handling of SIGTERM, so that replicas do not wait for each other
+    inside an update.
+
+    Before every micro-batch Lightning broadcasts whether rank 0 got the signal. Its signal handler
+    would start a collective that nobody joins. Here trainers agree on a stop at the end of a step
+    (`Control.stopping`), or at a piece of a step (`StopVote`).
+    """
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
 
@@ -68,7 +71,7 @@ class RolloutLoop(_FitLoop):
 
     @classmethod
     def in_place_of(cls, loop: _FitLoop, life: Callable[[], None]) -> RolloutLoop:
-        """The rollout loop of the same trainer; `life` is what it runs."""
+        """Return a rollout loop in place of the trainer's fit loop. `life` is what it runs."""
         # A checkpoint's counters belong to the epoch loop, which stays the same object.
         new = cls(loop.trainer, loop.min_epochs, loop.max_epochs)
         new.epoch_loop, new._data_source, new._life = loop.epoch_loop, loop._data_source, life
@@ -78,4 +81,4 @@ class RolloutLoop(_FitLoop):
         self._life()
 
     def teardown(self) -> None:
-        """Nothing was set up."""
+        """Do nothing: nothing was set up."""

@@ -198,8 +198,8 @@ class Publisher:
         )
 
     def _level_weights(self, source: Mapping[str, Tensor]) -> None:
-        """Make the trained weights equal on every trainer, and what is published where that is
-        something else (NFT's old policy, which followed each trainer's own weights)."""
+        """Make the trained weights equal on every trainer. Published weights that are separate
+        tensors are made equal too: NFT's old policy followed each trainer's own weights."""
         trained = self._policy.adapter.trained_parameters()
         other = [tensor for name, tensor in source.items() if tensor is not trained.get(name)]
         gradients.follow_first([*trained.values(), *other], self._world.trainers)

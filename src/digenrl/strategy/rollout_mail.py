@@ -62,8 +62,8 @@ class RolloutMail:
                 self.suspended.append(Suspended.from_message(message, self._world.rank))
 
     def has_older_version(self, version: int) -> bool:
-        """Whether one older than `version` came back: a task of its queue lost its owner when
-        nobody held it any more."""
+        """Return whether an older version than `version` was published again, because one of its
+        tasks lost its owner."""
         return bool(self.weights) and self.weights[0].number < version
 
     def wait_for_message(self, version: int) -> None:

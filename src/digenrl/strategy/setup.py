@@ -20,8 +20,8 @@ from digenrl.transport.link import Link, LinkMaker, socket_link
 
 @dataclass(frozen=True)
 class RankSetup:
-    """Everything that the Strategy of one rank is built from. `run.build` fills it, before the rank
-    reaches the others."""
+    """Everything from which the Strategy of a rank is built. `run.build_rank` fills this in before
+    the rank reaches the others."""
 
     world: World
     """This process's rank, and the number of trainers and rollouts."""

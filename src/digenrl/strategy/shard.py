@@ -1,8 +1,8 @@
 """Sharded trainers: FSDP2 over the policy's blocks. The model knows nothing of it.
 
-ddp  replicas; gradients are averaged once per update (`gradients.average`);
-fsdp every trainer holds 1/N of each block (ZeRO-3); one all-gather per block and forward;
-hsdp sharded inside a node, replicated between nodes.
+ddp   replicas; gradients are averaged once per update (`gradients.average_grads`)
+fsdp  every trainer holds 1/N of each block (ZeRO-3); one all-gather per block and forward
+hsdp  sharded inside a node, replicated between nodes
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _PER_PARAMETER = "param_dtype_override_fn" in MixedPrecisionPolicy.__dataclass_f
 
 
 def mesh_of(sharding: str, trainers: int, group: int, device_type: str) -> DeviceMesh:
-    """The mesh of a sharding mode over the trainers' world; under hsdp `group` neighbours share one
-    copy.
+    """Return the mesh of a sharding mode over the trainers' world. Under hsdp `group` neighbours
+    share one copy.
 
     Raises:
         ValueError: hsdp with a number of trainers that is no multiple of the group.
@@ -45,8 +45,8 @@ def mesh_of(sharding: str, trainers: int, group: int, device_type: str) -> Devic
 
 
 def with_timeout(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
-    """`mesh`, whose collectives may take `timeout`: the groups that torch makes for it have a limit
-    of torch's own."""
+    """Return `mesh` after giving its collectives `timeout`. Its groups would have a limit of
+    torch's own."""
     for group in mesh.get_all_groups():
         group._get_backend(torch.device(mesh.device_type))._set_default_timeout(timeout)
     return mesh
@@ -55,10 +55,9 @@ def with_timeout(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
 def shard_policy(policy: Policy, mesh: DeviceMesh) -> None:
     """Shard the transformer and its frozen copy in place, block by block, then the rest of each.
 
-    The rest is resharded after each forward as well: otherwise it would stay whole between a
-    forward under `Adapter.reference` or `no_grad` and the next one, and `trained_parameters()`
-    would name other tensors meanwhile. A copy whose blocks had no common root would stay whole
-    altogether.
+    The rest is resharded after each forward as well. Otherwise it would stay whole after a forward
+    under `Adapter.reference` or `no_grad`, and until the next forward `trained_parameters()` would
+    return other tensors. A copy whose blocks had no common root would stay whole altogether.
     """
     precision = mixed_precision(policy)
     # Blocks before networks: a network then holds only what no block has taken.
@@ -71,11 +70,11 @@ def shard_policy(policy: Policy, mesh: DeviceMesh) -> None:
 def mixed_precision(policy: Policy) -> MixedPrecisionPolicy:
     """Return the dtypes in which parameters are gathered and gradients reduced.
 
-    All weights trained, with a 16-bit forward: the fp32 masters of matrix products and convolutions
-    are gathered in the dtype to which autocast would cast them anyway, which halves the gather and
-    leaves every activation the rollout's. Norms and the like stay fp32, as autocast computes them;
-    that takes PyTorch 2.15, whose policies can tell parameters apart. Before it, and wherever
-    nothing would be cast, everything keeps its own dtype.
+    If all weights are trained with a 16-bit forward, the fp32 masters of matrix products and
+    convolutions are gathered in 16 bits. Autocast would cast them to this dtype anyway, so
+    activations stay those of the rollouts and the gather is halved. Norms and the like stay fp32,
+    as autocast computes them. This needs PyTorch 2.15, whose policies can tell parameters apart.
+    With an older PyTorch, or if nothing would be cast, everything keeps its own dtype.
     """
     nothing_is_cast = policy.adapter.lora is not None or policy.dtype == wide_dtype(policy.dtype)
     if nothing_is_cast:

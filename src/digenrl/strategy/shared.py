@@ -1,5 +1,5 @@
-"""What the parts of a rank share: the four decisions of a schedule that a researcher may take
-otherwise, the algorithm as the Strategy sees it, and the counters of a trainer."""
+"""Shared by the parts of a rank: the four decisions of a schedule that a researcher may override,
+the algorithm as the Strategy sees it, and the counters of a trainer."""
 
 from __future__ import annotations
 
@@ -39,21 +39,22 @@ class Learner(Protocol):
     """An algorithm: what the Strategy asks of its LightningModule, beyond Lightning's own hooks."""
 
     def rollout_parameters(self) -> dict[str, Tensor]:
-        """The weights that rollouts must use, by the names of `Adapter.trained_parameters`."""
+        """Return the weights that rollouts must use, by the names of
+        `Adapter.trained_parameters`."""
 
     def evaluated_parameters(self) -> dict[str, Tensor]:
-        """Likewise, the weights that evaluations are of: those of `averaged`."""
+        """Return the weights that evaluations use, by the same names: those of `averaged`."""
 
     def useful_samples(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-        """[P, G] bool: samples whose cells can have a gradient."""
+        """Return [P, G] bool: samples whose cells can have a gradient."""
 
     def teaching_groups(
         self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]
     ) -> Tensor:
-        """[P] bool: groups whose samples do not all score alike."""
+        """Return [P] bool: groups whose samples do not all score alike."""
 
     def rollout_weights(self) -> AbstractContextManager[None]:
-        """Inside, this rank's policy holds `rollout_parameters()`."""
+        """Give this rank's policy `rollout_parameters()` during the body."""
 
 
 @dataclass

@@ -4,8 +4,8 @@ drops the step in progress at the same place, or none does (`StopVote`).
 A trainer that left alone would leave the others in a collective for ever. So the work is counted in
 pieces that need all trainers: an update (replicas), a micro-batch (sharded weights), a denoising
 step (all of them sample). When every trainer has come to a piece, trainer 0 grants it, or gives the
-step up in its place. Until then all wait on the store and in no collective: what one of them lacks
-may never come, when the rollout that made it has sent it to the others and died.
+step up in its place. Until then all wait on the store and in no collective. A trainer may wait for
+cells that never come: the rollout that made them sent them to the others, and died.
 
 Nothing of a dropped step stays. Before the first update only gradients were summed up. Between
 updates an adapter's state before the first one is kept (`callbacks.checkpoint`). Whole weights
@@ -30,8 +30,8 @@ _SELDOM_S = 0.05
 """Seconds between two looks at the store from within a task, however short its denoising steps
 are, and in a long wait."""
 _SHARE = 0.05
-"""Part of a wait for the other trainers that may be lost between two looks: 32 trainers that look
-every millisecond would keep the store busy while one of them computes."""
+"""Share of a wait for the other trainers that may pass between two looks. If 32 trainers looked
+every millisecond, they would keep the store busy while one of them computes."""
 
 
 class StopVote:
@@ -81,8 +81,9 @@ class StopVote:
 
     @contextmanager
     def memory_guarded(self) -> Iterator[None]:
-        """Inside, too little memory on the device ends the run with the step before the one in
-        progress. The error itself is raised where the others cannot leave the step: it is partly
+        """Turn an out-of-memory error of the body into the end of the run at the step before.
+
+        The error itself is raised if the others cannot leave the step in progress: it is partly
         applied, or they wait in a collective for this trainer.
 
         Raises:

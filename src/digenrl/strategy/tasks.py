@@ -1,6 +1,6 @@
 """The tasks of a rank: claiming them, generating, scoring and sending.
 
-    control store --claims, notes of the others--> Scheduler --take, who goes on--> TaskRunner
+    control store --claims, work of others--> Scheduler --take or leave, successor--> TaskRunner
     TaskRunner: denoise -> decode -> score (in the scorer's thread) --cells, rewards--> trainers
 
 The same `TaskRunner` serves rollout ranks, colocated ranks and trainers that lend: a sample does
@@ -35,8 +35,8 @@ from digenrl.transport.suspended import Suspended, pack_state
 from digenrl.types import Prompt, Trajectory
 
 Interrupt = Callable[[Task], int | None]
-"""Asked after every denoising step of a task: the rank that should finish the task, NOBODY to give
-it up, or None to go on."""
+"""Function that is called after every denoising step of a task. Returns the rank that should finish
+the task, NOBODY to give the task up, or None to go on."""
 
 
 _NOTICED_S = 0.001
@@ -51,11 +51,11 @@ class Made:
     media: Tensor
     """[b, C, H, W] or [b, F, C, H, W], in 0..1."""
     claim: Claim
-    """Under which the results are sent."""
+    """Claim under which the results are sent."""
     seconds: float
-    """That this rank took to generate and decode it."""
+    """Seconds that this rank took to generate and decode the task."""
     whole: bool
-    """Whether this rank made all of its steps."""
+    """Whether this rank made all denoising steps of the task."""
 
 
 class TaskRunner:
@@ -68,8 +68,8 @@ class TaskRunner:
         plan: the Strategy's `plan_tasks`: version -> its queue of tasks, in claim order.
         place: the Strategy's `place_timesteps`: (fragment, step) -> which trainer rank trains which
             cells.
-        task_seconds: that a task is expected to take, where the others do not know it; 0 = nobody
-            knows.
+        task_seconds: seconds that a task is expected to take, until this rank has measured one; 0 =
+            unknown.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class TaskRunner:
         self._task_seconds = task_seconds
         self._unsent: deque[Future[None]] = deque()
         self._withdrawn = False
+        """Whether this rank leaves, and counts no longer as one that takes tasks."""
         self._report_work(Work())
 
     # ---- claims
@@ -131,7 +132,8 @@ class TaskRunner:
         return sum(self.claims.unclaimed_tasks(version, tasks, part) for part in parts)
 
     def takes_next_task(self, version: int) -> bool:
-        """Whether this free rank takes a task of the version's queue now."""
+        """Return whether this free rank takes a task of the version's queue now."""
+        # `head` of the `left` tasks are reserved for trainers.
         left, head = self.unclaimed_tasks(version), self.claims.head_left(version)
         # What the others do is a request to the store: asked only where it can change the answer.
         if left and (left == head or not self.scheduler.many_left(self._world.rank, left)):
@@ -151,7 +153,7 @@ class TaskRunner:
         return task
 
     def open_queue(self, version: int) -> None:
-        """Decide how many tasks of a new version's queue trainers claim before anybody (TAG)."""
+        """Reserve tasks at the head of a new version's queue for the trainers (TAG)."""
         if self._spec.tag:
             facts = self.prepare_search(version, later_fragments(self._spec, -1))
             self.claims.begin_behind(version, self.scheduler.opens(*facts))
@@ -190,8 +192,8 @@ class TaskRunner:
         return self._engine.begin_task(task, self._prompt_of(task))
 
     def take_over(self, suspended: Suspended) -> Generation | None:
-        """Return a task that another rank began, where that stopped; None if it has been given to
-        somebody else since."""
+        """Return a task that another rank began and suspended, at the step where it stopped. None:
+        the task has gone to a third rank since."""
         task, claim = suspended.task, suspended.claim
         confirmed = self.claims.confirm_claim(task.version, claim.position, claim.attempt)
         if confirmed is None:
@@ -241,8 +243,8 @@ class TaskRunner:
         took: list[float] = []
         share = self._engine.steps_left(generation) / self._spec.denoise_steps
         self.announce_work(task.version, task, share)
-        where: dict[str, Any] = {"took": took.append, "step": task.step, "group": task.group}
-        with spans.span(stage, version=task.version, samples=task.samples, **where) as facts:
+        labels: dict[str, Any] = {"took": took.append, "step": task.step, "group": task.group}
+        with spans.span(stage, version=task.version, samples=task.samples, **labels) as facts:
             generation, receiver = self._denoise(generation, interrupt)
             if receiver is not None and receiver != NOBODY:
                 facts["handed_to"] = receiver
@@ -255,7 +257,7 @@ class TaskRunner:
             self.announce_work(task.version)
             self._link.send(receiver, pack_state(task, generation.state, claim))
             return None
-        with spans.span("decode", **where):
+        with spans.span("decode", **labels):
             media = self._engine.decode(generation)
         return Made(generation, media, claim, sum(took), whole=share == 1.0)
 
@@ -265,7 +267,7 @@ class TaskRunner:
         task, spans, handed = made.generation.task, self._spans, self._spans.now()
         with spans.progress.stage("wait reward"):  # inline, the suite's own mark lies inside
             scored = self._engine.score(made.generation, made.media)
-        # Scoring begins with a copy of the media, before which all was done.
+        # Scoring begins with a copy of the media, which waits for the device's work on this task.
         spans.record_finished()
         waited = spans.now()
         if self._engine.scores_inline:

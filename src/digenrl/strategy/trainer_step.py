@@ -1,4 +1,5 @@
-"""One RL step of a trainer rank, from top to bottom. Lightning's hooks call it, in this order.
+"""One RL step of a trainer rank, from top to bottom. Lightning's hooks call these stages in this
+order.
 
     wait       for a complete, scored fragment; a trainer that lends generates meanwhile (`lending`)
     train      its micro-batches: forward and backward; Lightning accumulates
@@ -6,7 +7,8 @@
     update     Lightning's optimizer step
     publish    after the last update of the logical batch; rollouts begin what waits for the version
 
-In one process: examples/grpo_in_one_file.py. One Lightning epoch is one RL step.
+An RL step is an epoch of Lightning. examples/grpo_in_one_file.py shows the same stages in one
+process.
 """
 
 from __future__ import annotations
@@ -76,13 +78,15 @@ class TrainerStep:
 
     @contextmanager
     def tokens_shared(self) -> Iterator[None]:
-        """Inside, a context group computes together. Raises: see `StopVote.memory_guarded`."""
+        """Let a context group compute together during the body. Raises: see
+        `StopVote.memory_guarded`."""
         with self._stop_vote.memory_guarded(), self.together():
             yield
 
     @contextmanager
     def accumulate_gradients(self) -> Iterator[None]:
-        """Inside, a backward pass is of a micro-batch that is not the last one of its update."""
+        """Accumulate gradients without reducing them: for every micro-batch of an update except the
+        last."""
         self._accumulating = True
         shard.synchronise_gradients(self._policy, on=False)
         try:
@@ -94,7 +98,7 @@ class TrainerStep:
     def reduce_gradients(self) -> None:
         """End a micro-batch. After the last one of an update, reduce the gradients of all trainers:
         the one place that scales them (design, "Scaling of gradients"). Raises: see
-        `StopVote.begin`."""
+        `StopVote.begin_piece`."""
         self._shares.end_micro_batch()
         self._spans.progress.mark_progress()
         # In the middle of an update: gradients add up, and nothing is reduced.

@@ -2,9 +2,9 @@
 rank.
 
     rollout rank                          each trainer rank r
-    Trajectory -- pack(positions of r) -- CELLS message --> Part -- StepBoard.add --> complete groups
-                                                                                           |
-                                                            StepBoard.batches(fragment) --> TrainBatch, ...
+    Trajectory -- pack_cells(positions of r) -- CELLS message --> Part -- StepBoard.add_part --> complete groups
+                                                                                                      |
+                                                                StepBoard.micro_batches(fragment) --> TrainBatch, ...
 
 Every trainer gets the rewards of every task, and the cells that it owns. A fragment waits until all
 tasks of its groups have arrived. The last `add_part` completes it.
@@ -166,8 +166,8 @@ class StepBoard:
         lockstep: weights or tokens are shared. Every forward is then a collective, and all ranks
             must run equally many. A rank with fewer blocks in a micro-batch is padded with a cell
             of weight zero. Other ranks compute what they own.
-        neighbours: number of ranks that share them; 0: all. When gradients are reduced, all ranks
-            run equally many forwards.
+        neighbours: ranks that share one copy of the weights or the tokens; 0 means all trainers.
+            When gradients are reduced, all ranks have run the same number of forwards.
     """
 
     def __init__(

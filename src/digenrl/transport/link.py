@@ -10,9 +10,9 @@ affects no other one.
 connection. What travels between two ranks can be delayed or compressed: each end of a connection
 shows its messages to a `PeerLine`.
 
-Why sockets and not gloo: an expired gloo wait closes the pair, a posted receive cannot be polled,
-and building a pair can deadlock two ranks that send to each other. A socket reports a dead peer at
-once. Collectives stay with torch.distributed.
+Why sockets and not gloo: with gloo an expired wait closes the pair, and a posted receive cannot be
+polled. Building a pair can deadlock two ranks that send to each other. A socket reports a dead peer
+at once. Collectives stay with torch.distributed.
 
 Every rank listens, and publishes its address on the control store. A connection begins with a
 handshake in which both ends prove that they hold the run's token (`digenrl.cluster.handshake`).

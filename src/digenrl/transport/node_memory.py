@@ -7,7 +7,7 @@
 
 A version that arrives was once copied for every rank: 8 rollouts of a machine kept 8 copies of all
 weights. A mapping is private: what a rank writes to its weights it does not write into another's.
-The memory belongs to no file. It is gone with the last process that maps it.
+The memory belongs to no file. The kernel frees the memory with the last process that maps it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ _MAPPED, _UNSEEN = b"+", b"-"
 
 
 def machine_identity() -> str:
-    """Return what ranks have in common that can map each other's memory: the machine's boot, the
-    namespace of process numbers, and the user. "": this system has no such memory."""
+    """Return a text that is equal on ranks that can map each other's memory: the machine's boot,
+    the namespace of process numbers, and the user. "": the system has no shared memory of this
+    kind."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         # Times False, the text is empty.

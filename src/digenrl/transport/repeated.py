@@ -1,7 +1,7 @@
 """Parts of trajectories that their receiver has already need not travel.
 
-- Tasks of a prompt carry the same encoded prompt: each part of it is sent once.
-- Where consecutive steps are trained, the latents after a step are those before the next one.
+- Tasks of a prompt carry the same encoded prompt. Each part of the prompt is sent once.
+- The latents after a trained step equal the latents before the next step, if that is trained too.
 
 What travels keeps its own precision.
 """
@@ -80,8 +80,8 @@ def _condition_names(names: Any) -> list[str]:
 
 
 def _is_chained(before: Tensor, after: Tensor) -> bool:
-    """Return whether [b, K, ...] `after` holds, at each step but the last, what `before` holds at
-    the next one: compared as bytes, since NaN would differ from itself."""
+    """Return whether `after` [b, K, ...] equals `before` of the following step, at every step but
+    the last. Bytes are compared, because NaN differs from itself."""
     if before.shape != after.shape or before.dtype != after.dtype or before.shape[1] < 2:
         return False
     ours, theirs = before[:, 1:].contiguous(), after[:, :-1].contiguous()

@@ -2,9 +2,9 @@
 trajectories.
 
     trainer 0                                          rollout rank
-    publish: bucket 0, 1, ..., then the digest  -->    Arrivals.add, until the digest has come and matches  -->  adopt
-                                                       (one rank of a node passes each message on inside it: the link)
-    other trainers: attest (replicas) or take_part (shards); they keep no copy
+    publish: bucket 0, 1, ..., then the digest  -->    Arrivals.add_message, until the digest matches  -->  adopt
+                                                       (the link of one rank of a node passes each message on)
+    other trainers: compute_digest (replicas) or take_part (shards); they keep no copy
 
 Version v is the weights after v logical batches. LoRA runs send the adapter alone. Every run sends
 the dtypes that rollouts hold: 16 bit if they compute in it. Of a run's initial weights only the
@@ -108,8 +108,8 @@ def plan_buckets(parameters: Mapping[str, Tensor]) -> list[Bucket]:
     """Return which parameters are sent together. The plan depends only on what `layout_digest`
     covers.
 
-    A bucket is filled up to a power of two. torch allocates pinned memory in such sizes, so the
-    next version can reuse the blocks of the one before.
+    A bucket is filled up to a power of two. torch allocates pinned memory in powers of two, so the
+    next version can reuse the blocks of the previous version.
     """
     sizes = {
         name: _padded_size(parameter.numel() * parameter.element_size())

@@ -1,9 +1,13 @@
 """Messages between ranks: a fixed, checked header and raw tensor bytes. No pickle, nothing
 executable.
 
-A message on the wire is b"DGRL" | kind u16 | meta length u32 | tensor count u16 | meta (UTF-8 JSON
-    object of plain values) then a table with one row per tensor: dtype code u8 | dims u8 | 8 x u64
-    (unused dimensions 0) then the raw bytes of all tensors.
+A message on the wire has four parts. The numbers of head and table are big-endian:
+
+    b"DGRL" | kind u16 | meta length u32 | tensor count u16
+    meta: a UTF-8 JSON object of plain values
+    a table with one row per tensor: dtype code u8 | dims u8 | 8 x u64 (unused dimensions 0)
+    the raw bytes of all tensors
+
 The receiver knows every size before it allocates, and refuses what is over its limits.
 """
 
@@ -80,6 +84,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 Buffers = list[memoryview]
+"""Pieces of a message that are written to the socket one after the other."""
 
 
 def on_host(message: Message) -> Message:
@@ -135,6 +140,7 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
         return buffer
 
     max_count = min(MAX_TENSORS, max_bytes)  # each counts at least a byte
+    # `number in MessageKind` raises before Python 3.12, so the check below asks the mapping.
     magic, kind, meta_size, count = _HEAD.unpack(take_bytes(_HEAD.size))
     if (
         magic != MAGIC
@@ -161,7 +167,7 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
     layout = _read_layout(names, take_bytes(_ROW.size * count), max_bytes)
     hasher = xxhash.xxh3_64() if kind == MessageKind.WEIGHTS else None
     tensors: dict[str, Tensor] = {}
-    # Weights are on their way to the device.
+    # Pinned, because weights go on to the device.
     pin = kind == MessageKind.WEIGHTS and accelerator.device_kind() != "cpu"
     for name, (dtype, shape) in zip(names, layout, strict=True):
         tensors[name] = torch.empty(shape, dtype=dtype, pin_memory=pin)

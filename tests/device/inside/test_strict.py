@@ -130,7 +130,8 @@ def test_training_is_the_cpus_to_the_bit() -> None:
 
 
 def test_autocast_lowers_products_and_keeps_norms() -> None:
-    """As on a GPU; the CPU's autocast leaves norms in bf16, so results agree to bf16 alone."""
+    """The strict device does as a GPU. The CPU's autocast leaves norms in bf16, so results agree
+    only to bf16."""
     there, here = trained("cpu", torch.bfloat16), trained("strict", torch.bfloat16)
     assert there[1] == pytest.approx(here[1], rel=2e-2)
     with torch.autocast("strict", dtype=torch.bfloat16):

@@ -61,8 +61,8 @@ def holds(rules: dict, picture: Tensor, detector: Detector) -> bool:
 
 @pytest.mark.heavy
 def test_the_rules_over_detections_answer_as_over_the_true_objects() -> None:
-    """Of drawn scenes: what the prompt says holds, and of every near miss the same as where all
-    objects are known."""
+    """For drawn scenes the prompt's rules hold. Every near miss gets the same answer as with all
+    objects known."""
     generator = torch.Generator().manual_seed(3)
     scenes, _ = draw_scenes(60, generator)
     places = draw_places(scenes, generator)

@@ -38,8 +38,9 @@ EMA = "+algorithm.ema={_target_: digenrl.algorithms.copies.Ema, decay: 0.5, ever
 
 
 def make_run(directory: Path, *words: str) -> tuple[Settings, Policy]:
-    """What training leaves: config.yaml, a checkpoint whose weights are not the initial ones (and
-    whose average is neither), and the evaluation samples of the weights that a run evaluates with.
+    """Make what training leaves: config.yaml, a checkpoint, and the evaluation samples. The
+    checkpoint's weights are not the initial ones, its average differs from both, and the samples
+    are of the weights that a run evaluates with.
     """
     config = configuration.load([*words, *SHOWN]).settings
     directory.mkdir()

@@ -197,7 +197,7 @@ CONVERTERS = {family: row for family, row in ROWS.items() if row.converter is no
 def test_diffusers_reads_each_layers_update_as_a_weight_of_the_published_checkpoint(
     family: str,
 ) -> None:
-    """By diffusers' own converter of whole checkpoints, layer by layer."""
+    """diffusers' own converter of whole checkpoints judges, layer by layer."""
     policy = FAMILIES[family]
     row = CONVERTERS[family]
     wide = row.converter_width

@@ -108,7 +108,7 @@ def test_the_old_policy_makes_rollouts_from_its_step_on() -> None:
 
 
 def test_a_part_of_a_group_is_refused() -> None:
-    """By the rule before ranks start, and by the module itself."""
+    """The rule refuses it before ranks start, and so does the module itself."""
     policy = ToyPolicy()
     module = build(DGPO, policy)
     module.on_train_start()

@@ -145,7 +145,7 @@ def test_a_prompt_gets_the_weighted_sum_over_its_own_teachers(tmp_path: Path) ->
 
 
 def test_the_student_becomes_its_teacher() -> None:
-    """On its own samples, of the last weights: the distance falls to a fraction."""
+    """The student trains on samples of its newest weights. The distance falls to a fraction."""
     policy = ToyPolicy()
     module = made(policy, {"one": {"run": "unused"}})
     generator = torch.Generator().manual_seed(3)

@@ -213,7 +213,7 @@ def test_a_file_returns_when_all_were_taken_and_in_another_order() -> None:
 
 @pytest.mark.parametrize("kind", [sft.Supervised, dpo.OfflineDPO])
 def test_gradients_reach_every_weight_of_the_real_network(kind: type[PolicyModule]) -> None:
-    """And a few updates lower the loss on the same pictures and noise."""
+    """A few updates also lower the loss on the same pictures and noise."""
     policy = DigitsPolicy(lora=LORA)
     name = "digits_sft.jsonl" if kind is sft.Supervised else "digits_preferences.jsonl"
     block = drawn(policy, load_prompts(name)[4], samples=4)

@@ -43,8 +43,8 @@ def gradient(module: NFT, item: TrainBatch) -> Tensor:
 
 
 def test_schedules_of_verl_omni() -> None:
-    """copy; linear_to_0_5: min(0.001*step, 0.5); delayed_linear_to_0_999: 0 before 75, then 0.0075
-    a step up to 0.999."""
+    """`copy` is 0. `linear_to_0_5` is min(0.001*step, 0.5). `delayed_linear_to_0_999` is 0 before
+    step 75, then rises by 0.0075 a step up to 0.999."""
     assert OldPolicySchedule(ceiling=0.0).decay_after(1000) == 0.0
     assert OldPolicySchedule().decay_after(100) == pytest.approx(0.1)
     assert OldPolicySchedule().decay_after(900) == 0.5

@@ -203,8 +203,8 @@ def test_what_fills_a_memory_fits_and_a_byte_more_does_not(monkeypatch: pytest.M
 
 
 def test_steps_in_one_forward_share_what_sharding_exposes() -> None:
-    """A micro-batch gathers in 16 bit twice and scatters fp32 gradients once, whatever its K; what
-    does not hide behind computing is paid once, and nothing is paid without sharding."""
+    """A micro-batch gathers twice in 16 bits and scatters fp32 gradients once, whatever its K.
+    Transfers that computing does not hide are paid once. Without sharding nothing is paid."""
     work = replace(WORK, lora_rank=None)
     costing = Costing(work, Hardware((replace(POOL, intra_gb_s=20.0),)))
     held = costing.make_candidate(8, 0, sharding="fsdp", recompute=Recompute())
@@ -277,7 +277,7 @@ def test_publication_is_charged_as_it_is_sent() -> None:
 
 
 def test_measured_seconds_of_each_stage_replace_computed_ones() -> None:
-    """Of a prompt, and for each sample of a task."""
+    """Encoding is paid per prompt, decoding and scoring per sample of a task."""
     seconds = {"encode": {"p": 5.0}, "decode": {"p": 3.0}, "score": {"p": 2.0}}
     costs = Costs(replace(WORK, stored_prompts=False), Hardware((POOL,), seconds=seconds))
     assert costs.encode_seconds(POOL) == costs.encode_seconds(POOL, cached=False) == 5.0
@@ -446,8 +446,8 @@ def test_the_fastest_steps_per_forward_that_fit_are_taken(
 
 
 def test_a_version_crosses_a_slow_line_as_a_difference() -> None:
-    """At 12.5 MB/s a tenth of the bytes and the codec's time; a line faster than the codec carries
-    the version as it is."""
+    """A line of 12.5 MB/s carries a tenth of the bytes, and the codec's time is added. A line
+    faster than the codec carries the whole version."""
     work, slow, fast = replace(WORK, compressed=True), Line(0.0125, 0.02), Line(10.0, 0.0)
     size = 2 * work.trained_parameters / 1e9
     costs, plain = (Costs(each, Hardware((POOL,))) for each in (work, WORK))

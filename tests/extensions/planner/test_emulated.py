@@ -1,4 +1,4 @@
-"""The policy that sleeps: what it trains, and how long it takes."""
+"""The emulated policy: what is trained, and for how long it sleeps."""
 
 from __future__ import annotations
 

@@ -54,7 +54,8 @@ def loaded(*words: str) -> Composed:
 
 
 def assert_fits(composed: Composed) -> None:
-    """At most nine tenths of every GPU are filled, by the model's own figures."""
+    """Assert that at most nine tenths of every GPU are filled, by the memory model's own
+    figures."""
     config = composed.settings
     if not has_counted_sizes(composed):
         return
@@ -176,7 +177,7 @@ def test_all_weights_are_sharded_without_being_asked() -> None:
 
 
 def test_auto_task_sizes_follow_the_pixels_and_not_the_schedule() -> None:
-    """At 512 pixels a GPU waits for launches, at 1024 for arithmetic."""
+    """A GPU waits for launches at 512 pixels, and for arithmetic at 1024."""
     words = (
         "experiment=sd35_flowgrpo",
         "sampling.task_size=auto",

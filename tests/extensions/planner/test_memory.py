@@ -240,8 +240,8 @@ def test_repeated_flops_are_those_of_a_real_build(trained: str) -> None:
 def test_activations_of_a_mid_size_build_are_within_15_percent(
     trained: str, rows: int, frames: int
 ) -> None:
-    """At least 300 MB kept by autograd, counted by saved-tensor hooks; checkpointed builds by what
-    stays alive."""
+    """Autograd keeps at least 300 MB, counted by saved-tensor hooks. For checkpointed builds,
+    living tensors are counted."""
     counted, hooks = _counted(trained, rows, blocks=6, side=40, frames=frames)
     assert hooks >= 300e6
     assert hooks == pytest.approx(counted[False][1], rel=0.15)

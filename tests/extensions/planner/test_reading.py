@@ -197,8 +197,8 @@ def test_a_candidate_is_the_configurations(loaded: Composed) -> None:
 def test_a_schedule_of_auto_is_the_plans_best_but_for_what_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On two of the profile's eight GPUs, with one step of asynchrony, which alone lets the plan
-    have asynchronous runs."""
+    """The run has two of the profile's eight GPUs. Only schedule.async_steps=1 lets the plan have
+    asynchronous runs."""
     named = ("schedule.async_steps=1", "schedule.auto=true", "schedule.tsp.batch=2")
     composed = configuration.load([*WORDS, *named], "plan")
     plan = planned_schedule(composed, 2)
@@ -306,7 +306,8 @@ def test_forwards_of_other_weights_are_those_of_a_run(
 
 
 def test_an_adapter_that_generates_costs_memory_and_time(loaded: Composed, tmp_path: Any) -> None:
-    """By the numbers in its file, on ranks of both roles; the trained cells cost what they did."""
+    """The numbers in its file decide, on ranks of both roles. Trained cells cost the same as
+    before."""
     numbers = {f"{i}.lora_A.weight": torch.zeros(64, 3072) for i in range(4)}
     save_file(numbers, tmp_path / "turbo.safetensors")
     changed = {"sampling__lora": str(tmp_path / "turbo.safetensors")}

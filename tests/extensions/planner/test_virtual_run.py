@@ -195,8 +195,8 @@ def test_fast_trainers_begin_with_the_first_fragment() -> None:
 
 def test_whole_stale_batches_share_the_next_step_between_lenders_and_rollouts() -> None:
     """Generation is 3/5 of the work of half of the ranks. With gap=0 the first of two updates waits
-    for the whole batch, so trainers have time to lend, in every step: were they to lend all or
-    nothing, every second step would leave one side without work."""
+    for the whole batch, so trainers have time to lend in every step. If they lent all or nothing,
+    every second step would leave one side without work."""
     work = {**BASE, "group_size": 24, "updates_per_batch": 2}
     spec = ScheduleSpec(**work, tsp_shard=True, async_steps=1, stale_fraction=1.0)
     ranks = [VirtualRank(i, "trainer", "p", 1.0, cell_seconds=2 / 3) for i in range(8)]
@@ -402,9 +402,9 @@ def test_coarse_run_of_sharded_trainers_waits_for_the_fullest_of_the_ranks(toget
 
 
 def test_groups_of_sharded_trainers_wait_for_their_own_and_at_the_update() -> None:
-    """Two nodes, one three times as fast: with shares both train as long as replicas would; in
-    lock-step of all of them the fast ones' second and third block of a micro-batch would hold
-    everybody."""
+    """Of two nodes one is three times as fast. With shares both train as long as replicas would. In
+    lock-step of all trainers, everybody would wait for the fast ones' second and third block of a
+    micro-batch."""
     spec = ScheduleSpec(**BASE, tsp_shard=True, shares=(3.0, 3.0, 1.0, 1.0))
     ranks = [
         VirtualRank(i, "trainer", "p", 1.0, cell_seconds=1.0 if i < 2 else 3.0) for i in range(4)
@@ -434,8 +434,8 @@ def test_no_group_of_sharded_trainers_is_ahead_of_the_first() -> None:
 
 
 def test_jitter_of_many_micro_batches_evens_out() -> None:
-    """Of 8 replicas with one factor each for a whole update the slowest is 7% behind; each
-    micro-batch has its own."""
+    """Each micro-batch has its own factor. With one factor for a whole update, the slowest of 8
+    replicas would be 7% behind."""
     spec = ScheduleSpec(**{**BASE, "group_size": 32, "task_size": 1}, tsp_shard=True)
     cluster = even(8, 0)
     calm = simulate_until_steady(spec, cluster, steps=8).step_s

@@ -37,7 +37,7 @@ def drawn(count: int, seed: int = 0) -> Tensor:
 
 @torch.no_grad()
 def test_the_velocity_is_the_mean_of_noise_minus_data() -> None:
-    """By weighting drawn pairs with how likely they make x_s: E[eps - x | x_s]."""
+    """E[eps - x | x_s] is estimated by weighting drawn pairs with the likelihood of x_s."""
     network, s = policy().transformer, 0.6
     assert isinstance(network, MixtureFlow)
     data = drawn(400_000)

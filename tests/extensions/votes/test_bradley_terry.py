@@ -21,7 +21,8 @@ def sigmoid(x: float) -> float:
 
 @pytest.mark.parametrize("wins", [1, 2, 7, 1000])
 def test_two_samples_of_which_one_always_wins_solve_one_equation(wins):
-    """By symmetry (s, -s); the slope in s vanishes: n sigmoid(-2s) = PRIOR (sigmoid(s) - 1/2)."""
+    """The scores are (s, -s) by symmetry. The slope in s vanishes: n sigmoid(-2s) = PRIOR
+    (sigmoid(s) - 1/2)."""
     s = brentq(lambda s: wins * sigmoid(-2 * s) - PRIOR * (sigmoid(s) - 0.5), 0, 50)
     np.testing.assert_allclose(fit_scores(2, [(0, 1, "left")] * wins), [s, -s], atol=1e-6)
     np.testing.assert_allclose(fit_scores(2, [(0, 1, "right")] * wins), [-s, s], atol=1e-6)

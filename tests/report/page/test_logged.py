@@ -33,7 +33,7 @@ def of_images(step: int) -> Show:
 
 
 def log(logger: Logger, run_dir: Path, *shown: Show) -> None:
-    """As a run does: from the logger's own thread, with an end."""
+    """Log pictures as a run does: from the logger's own thread, with an end."""
     guarded = Guarded(logger, "own", run_dir)
     for step, show in enumerate(shown):
         guarded.log_pictures(show, step)

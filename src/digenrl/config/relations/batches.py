@@ -79,6 +79,7 @@ def _same_noise(get: View) -> Iterator[str]:
 
 
 def _trainer_precision(get: View) -> Iterator[str]:
+    # Lightning spells fp32 in three ways. Any other value casts weights or activations.
     if (precision := get("trainer.precision")) not in ("32-true", "32", 32):
         yield (
             f"trainer.precision = {precision}: trainers would compute otherwise than rollouts, and "

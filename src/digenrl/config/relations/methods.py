@@ -44,6 +44,7 @@ def _quantized_base(get: View) -> Iterator[str]:
             f"model.quantize = {kind} with model.lora = null: only frozen weights can be "
             "quantized; train an adapter (model.lora), or set model.quantize=null."
         )
+    # `auto` is refused too: it may settle on shards.
     if (sharding := get("parallel.sharding")) != "ddp" and get("allocation.trainers") != 1:
         yield (
             f"model.quantize = {kind} with parallel.sharding = {sharding}: quantized weights are "
@@ -157,8 +158,8 @@ def _whole_groups(get: View) -> Iterator[str]:
 
 
 def teacher_weights(run: str, target: str) -> Path:
-    """Return the file of a teacher's weights: the last checkpoint of a run, a file itself, or, by
-    its name, a file beside the module of the algorithm `target`."""
+    """Return the file of a teacher's weights. `run` is a run directory (its last checkpoint), a
+    file, or the name of a file beside the module of the algorithm `target`."""
     path = Path(run)
     if path.name == run and not path.exists():
         path = file_beside(target, run)
@@ -196,6 +197,7 @@ def _teacher_runs(get: View) -> Iterator[str]:
 
 def _untaught_prompts(asked: Any, teachers: dict[str, Any]) -> Iterator[str]:
     """Yield the first training prompt that no teacher knows."""
+    # null teaches every prompt.
     if any(teacher.get("prompts") is None for teacher in teachers.values()):
         return
     try:

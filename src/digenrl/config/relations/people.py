@@ -90,6 +90,7 @@ def _vote_packages(get: View) -> Iterator[str]:
         wanted.append(("imageio", "video", "showing videos"))
     for name in people_rewards(get("reward")):
         for module, extra, what in wanted:
+            # For a top-level name `find_spec` imports nothing.
             if importlib.util.find_spec(module) is None:
                 yield (
                     f"reward.rewards.{name}: {what} needs {module}, which is not installed; "

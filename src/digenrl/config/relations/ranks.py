@@ -134,6 +134,7 @@ def _context_groups(get: View) -> Iterator[str]:
             "schedule.shares=equal, or parallel.context=1."
         )
     for name, pool in get("hardware.pools").items():
+        # The default of `per_node`, because rules see the tree before defaults are filled in.
         node = pool.get("per_node") or min(pool.get("count", 1), 8)
         if pool.get("gpu") != "cpu" and pool.get("role", "auto") != "rollout" and node % context:
             yield (
@@ -162,6 +163,7 @@ def _broadcast_members(get: View) -> Iterator[str]:
 def _pool_links(get: View) -> Iterator[str]:
     pools, seen = sorted(get("hardware.pools")), dict[frozenset[str], str]()
     for name, entry in get("hardware.links").items():
+        # A set, because a link has no direction.
         pair = frozenset(entry["between"])
         if len(pair) < 2 or not pair <= set(pools):
             yield (
@@ -199,6 +201,7 @@ def _judge_gpus(get: View) -> Iterator[str]:
                 f"{key} = {judges}: rewards placed managed take {needed} GPUs of each node "
                 f"({names or 'none is'}); set {key}={needed}."
             )
+        # Ranks of such a pool generate, so scorers must be on their nodes.
         scores = pool.get("role", "auto") != "trainer" and pool.get("gpu") != "cpu"
         if needed and not judges and scores:
             yield (

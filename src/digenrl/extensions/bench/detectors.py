@@ -154,7 +154,7 @@ class SceneObjects:
     shape, and `object`."""
 
     def find_objects(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
-        """See `digenrl.extensions.bench.geneval.Detector`."""
+        """Return the objects as `digenrl.extensions.bench.geneval.Detector` says."""
         objects = detect(picture[None])[0]
         return [
             Detection(label, _object_box(one))

@@ -112,9 +112,10 @@ def training_terms(
     `reward_server/gen_eval.py` at 7131478, `evaluate_reward`); arguments as of `find_fault`.
 
     Each `include` clause gives 1 - |found - asked| / asked: surplus costs as lack does, and a term
-    may be negative. Where the number is not exact, a colour or a place gives 0. Where it is, a
-    colour gives 1 - |so coloured - asked| / asked, and a place gives 1, beside 0 where an object is
-    elsewhere, or 0 alone where its target's own clause does not hold. `exclude` is not looked at.
+    may be negative. If the number is not exact, a colour or a place gives one term 0. Otherwise a
+    colour gives 1 - |so coloured - asked| / asked. A place gives 0 if its target's own clause
+    fails, 1 if the place is right, and both 0 and 1 if an object is elsewhere. `exclude` is not
+    used.
     """
     seen = _counted_objects(rules, picture, detector, threshold, counting_threshold)
     terms: list[float] = []

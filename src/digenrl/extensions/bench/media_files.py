@@ -21,7 +21,8 @@ FORMATS = ("BMP", "JPEG", "PNG", "TIFF", "WEBP")
 """Decoders of Pillow that a picture may need. Without this list its name decides nothing, and
 others may start programs."""
 _DEMUXERS = {".avi": "avi", ".mkv": "matroska", ".mov": "mov", ".mp4": "mov", ".webm": "matroska"}
-"""Suffix -> the reader of ffmpeg. Others, such as those of playlists, open further files."""
+"""Suffix -> the reader of ffmpeg. Other readers are not used: those of playlists open further
+files."""
 
 
 class MediaError(ValueError):

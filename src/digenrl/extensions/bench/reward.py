@@ -1,9 +1,9 @@
 """GenEval as a training reward: objects that a detector finds, held against the prompt's rules.
 
-The rules are those of the benchmark (`digenrl.extensions.bench.geneval`), the detector is one of
-transformers that is asked in words, such as OWLv2 or Grounding DINO, and CLIP names colours.
-Flow-GRPO trains with GenEval's own tool, Mask2Former of mmdet, behind a server
-(arXiv:2505.05470, section 5). Scores of the two are not comparable: docs/benchmarks.md.
+The rules are those of the benchmark (`digenrl.extensions.bench.geneval`). The detector is a model
+of transformers that takes class names as text, such as OWLv2 or Grounding DINO. CLIP names colours.
+Flow-GRPO trains with GenEval's own tool, Mask2Former of mmdet, behind a server (arXiv:2505.05470,
+section 5). Scores of the two are not comparable: docs/benchmarks.md.
 """
 
 from __future__ import annotations

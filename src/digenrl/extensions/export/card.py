@@ -101,6 +101,6 @@ def _drawing_call(pipeline: str, config: Mapping[str, Any]) -> str:
 
 
 def _escape_markdown(value: object) -> str:
-    """Return `value` as Markdown that shows it, on one line."""
+    """Return `value` escaped for Markdown, on one line."""
     text = " ".join(printable_text(str(value)).split())
     return re.sub(r"([\\`*\[\]<>#|~&]|\b_|_\b)", r"\\\1", text)

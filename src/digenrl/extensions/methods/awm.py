@@ -25,12 +25,14 @@ from digenrl.types import CellBlock, TrainBatch
 
 
 class AWM(WithOldPolicy):
-    """Loss per cell: PPO's clipped surrogate of r = exp(value - value at the batch's start), with
-    A clipped to +-M and divided by M, + old_weight * mean((v - v_old)^2) + kl_weight * mean((v -
-    v_base)^2).
+    """Loss per cell: PPO's clipped surrogate, and the distances from the old policy and the base.
 
-    The old policy only holds the new one back; the ratio compares with the weights at the beginning
-    of the logical batch, so it is exactly 1 in each batch's first update.
+        surrogate(r, A) + old_weight * mean((v - v_old)^2) + kl_weight * mean((v - v_base)^2)
+
+    The ratio is r = exp(value - value at the batch's start). A is clipped to +-M and divided by M.
+
+    The old policy only holds the new policy back. The ratio compares with the weights at the
+    beginning of the logical batch, so r is exactly 1 in each batch's first update.
     """
 
     def __init__(
@@ -46,8 +48,9 @@ class AWM(WithOldPolicy):
         old_weight: float = 1.0,
         **common: Unpack[CommonArguments],
     ) -> None:
-        """matching, power: see `matching_value`. kl_weight .001 (GenEval), .003 (OCR), 1e-4
-        (PickScore) in the source, with old_weight 1 (`ema_beta`). seed keys the forward noise."""
+        """Take the settings of `algorithm`. `matching` and `power` are those of `matching_value`.
+        In the source `kl_weight` is 1e-3 (GenEval), 3e-3 (OCR) or 1e-4 (PickScore), and
+        `old_weight` is 1 (`ema_beta`). `seed` keys the forward noise."""
         super().__init__(
             policy,
             old_policy,
@@ -86,7 +89,7 @@ class AWM(WithOldPolicy):
     def cell_losses(
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
     ) -> Tensor:
-        """[b, K]."""
+        """Return the losses, [b, K]."""
         cells = noise_cells(block, range(block.samples), block.numbers, self.seed, STREAM)
         start = self._start_velocity(cells, batch)
         old = self.old_velocity(cells) if self.old_weight > 0 else None

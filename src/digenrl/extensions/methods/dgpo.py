@@ -29,8 +29,8 @@ class DGPO(WithOldPolicy):
     """Loss per cell: `dgpo_weight` * A * d + kl_weight * mean((v - v_base)^2), d = mean((v - (eps -
     x0))^2).
 
-    d has no gradient where its ratio to the old policy, r = exp(d_old - d), has left 1 +-
-    ratio_clip on the side to which A pushes it.
+    The ratio to the old policy is r = exp(d_old - d). A cell whose r has left 1 +- ratio_clip on
+    the side to which A pushes has no gradient.
     """
 
     def __init__(
@@ -46,10 +46,11 @@ class DGPO(WithOldPolicy):
         train_guidance: float | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
-        """beta of the sigmoid: 100 (GenEval, OCR), 10 (PickScore). ratio_clip 1e-2 (GenEval, OCR),
-        5e-2 (PickScore), null: no clip. old_rollouts_from: RL step from which the old policy makes
-        the rollouts (500, 200); null: never. train_guidance: the scale of training forwards, 1 in
-        the source, which samples with 4.5; null: that of sampling. seed keys the forward noise."""
+        """`beta` of the sigmoid: 100 (GenEval, OCR), 10 (PickScore). `ratio_clip`: 1e-2 (GenEval,
+        OCR), 5e-2 (PickScore); null: no clip. `old_rollouts_from`: RL step from which the old
+        policy makes the rollouts (500, 200); null: never. `train_guidance`: guidance scale of
+        training forwards, 1 in the source, which samples with 4.5; null: the scale of sampling.
+        `seed` keys the forward noise."""
         super().__init__(
             policy,
             old_policy,
@@ -101,7 +102,7 @@ class DGPO(WithOldPolicy):
     def cell_losses(
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
     ) -> Tensor:
-        """[G, K]."""
+        """Return the losses, [G, K]."""
         group = next(iter(batch.rewards.values())).shape[1]
         if block.samples != group:
             raise ValueError(

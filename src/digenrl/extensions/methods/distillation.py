@@ -33,10 +33,11 @@ Divergence = Literal["gaussian", "means"]
 def transition_distance(
     mean: Tensor, teacher: Tensor, scale: Tensor, divergence: Divergence
 ) -> Tensor:
-    """Return what a teacher's transition differs by, per dimension, [b, K].
+    """Return the distance from a teacher's transition, per dimension, [b, K].
 
-    gaussian: mean_dims((mean - teacher)^2) / (2 S^2), the KL of the transitions. means: the same
-    without S, which the paper takes for the ODE and UniRL by default (`add_kl_coefficient=False`).
+    `gaussian` is mean_dims((mean - teacher)^2) / (2 S^2), the KL of the transitions. `means` is the
+    same without S. The paper uses it for the ODE, and UniRL by default
+    (`add_kl_coefficient=False`).
 
     mean, teacher [b, K, *L]; scale [b, K] S.
     """
@@ -53,7 +54,7 @@ class Teacher:
     """Run whose last checkpoint has them, or a file."""
     weight: float
     uids: frozenset[int] | None
-    """Prompts that it teaches; None: all."""
+    """Prompts that the teacher teaches; None: all."""
     copy: ParameterCopy
 
 
@@ -69,7 +70,7 @@ class Distillation(PolicyModule):
         divergence: Divergence = "gaussian",
         **common: Unpack[CommonArguments],
     ) -> None:
-        """teachers: name -> {run, prompts, weight}."""
+        """Take the settings of `algorithm`. `teachers` has name -> {run, prompts, weight}."""
         super().__init__(policy, **common)
         if divergence not in get_args(Divergence):
             raise ValueError(
@@ -100,7 +101,7 @@ class Distillation(PolicyModule):
     def cell_losses(
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
     ) -> Tensor:
-        """[b, K]."""
+        """Return the losses, [b, K]."""
         own, targets = self.policy.adapter.trained_parameters(), dict[str, Tensor]()
         for name, teacher in self.teachers.items():
             if teacher.uids is None or block.uid in teacher.uids:

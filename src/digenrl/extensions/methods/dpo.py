@@ -44,10 +44,10 @@ class DPO(PolicyModule):
         reference_every: int | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
-        """beta 100 in Flow-GRPO's and Flow-Factory's recipes, 2000 in the paper, for
-        mean-per-dimension errors. pairs per task: 1 = argmax against argmin. reference_every: RL
-        steps after which the reference becomes the present weights (Flow-GRPO sets 40); null = the
-        base model for ever. seed keys the noise."""
+        """`beta`, for errors that are means over dimensions: 100 in Flow-GRPO's and Flow-Factory's
+        recipes, 2000 in the paper. `pairs` per task: 1 = argmax against argmin. `reference_every`:
+        RL steps after which the reference becomes the present weights (Flow-GRPO sets 40); null =
+        always the base model. `seed` keys the noise."""
         super().__init__(policy, **common)
         if beta <= 0 or pairs < 1 or (reference_every is not None and reference_every < 1):
             raise ValueError(

@@ -35,12 +35,13 @@ def nft_loss(
     beta: float,
     max_advantage: float,
 ) -> Tensor:
-    """DiffusionNFT's forward-process loss (rw*P + (1-rw)*N) * M/b per cell, [b, K].
+    """Return DiffusionNFT's forward-process loss (rw*P + (1-rw)*N) * M/b per cell, [b, K].
 
-    v+ = b*v + (1-b)*v_old, v- = (1+b)*v_old - b*v, X+- = x_t - t*v+-; P, N = mean_dims((X+- -
-    x0)^2) / w+-, where w+- = max(mean_dims|X+- - x0|, 1e-5) carries no gradient and is taken in
-    fp64. At v = v_old the gradient is A times that of the adaptively weighted x0 loss, whatever b
-    is.
+        v+ = b*v + (1-b)*v_old        v- = (1+b)*v_old - b*v        X+- = x_t - t*v+-
+        P, N = mean_dims((X+- - x0)^2) / w+-        w+- = max(mean_dims|X+- - x0|, 1e-5)
+
+    w+- carries no gradient and is taken in fp64. At v = v_old the gradient is A times that of the
+    adaptively weighted x0 loss, whatever b is.
 
     velocity, old_velocity, noisy (x_t), clean (x0) [b, K, *L] (clean broadcastable); sigma,
     advantages broadcastable to [b, K].
@@ -65,11 +66,11 @@ def dpo_loss(
     reference_rejected: Tensor,
     beta: float,
 ) -> Tensor:
-    """Diffusion-DPO: -logsigmoid(-beta/2*((e_w - e_w_ref) - (e_l - e_l_ref))), e = mean_dims((v -
-    (eps - x0))^2).
+    """Return Diffusion-DPO's loss -logsigmoid(-beta/2*((e_w - e_w_ref) - (e_l - e_l_ref))), with e
+    = mean_dims((v - (eps - x0))^2).
 
-    Wallace et al. 2023, arXiv 2311.12908; yifan123/flow_grpo train_sd3_dpo.py:885-939 (beta 100).
-    All [pairs, K]; log 2 where the policy equals its reference.
+    From Wallace et al. 2023, arXiv 2311.12908; yifan123/flow_grpo train_sd3_dpo.py:885-939 (beta
+    100). All tensors are [pairs, K]. The loss is log 2 where the policy equals its reference.
     """
     return -functional.logsigmoid(
         -0.5 * beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
@@ -77,9 +78,10 @@ def dpo_loss(
 
 
 def flow_matching_loss(velocity: Tensor, noise: Tensor, clean: Tensor) -> Tensor:
-    """mean_dims((v - (eps - x0))^2), [b, K]: flow matching on data (Lipman et al. 2022, arXiv
-    2210.02747; SD3, arXiv 2403.03206), unweighted as Tencent-Hunyuan/UniRL algorithms/sft.py
-    (`FlowMatchSFT`) has it.
+    """Return mean_dims((v - (eps - x0))^2), [b, K]: flow matching on data.
+
+    From Lipman et al. 2022, arXiv 2210.02747, and SD3, arXiv 2403.03206. Unweighted, as in
+    Tencent-Hunyuan/UniRL algorithms/sft.py (`FlowMatchSFT`).
 
     velocity, noise [b, K, *L]; clean (x0) broadcastable to them.
     """
@@ -89,11 +91,15 @@ def flow_matching_loss(velocity: Tensor, noise: Tensor, clean: Tensor) -> Tensor
 def matching_value(
     velocity: Tensor, target: Tensor, sigma: Tensor, kind: MatchingKind, power: float = 0.25
 ) -> Tensor:
-    """Return what AWM has in the place of a log-prob, [b, K] fp64, from e = mean_dims((v - (eps -
-    x0))^2): -t*((e + d)^p - d^p)/p for `ghuber`, d = 1e-10; -t*(sqrt(e + d) - sqrt(d)) for
-    `huber`; -e, -t*e, -t^2*e for `uniform`, `t`, `t2`.
+    """Return what AWM has in the place of a log-prob, [b, K] fp64.
 
-    AWM, arXiv 2509.25050; scxue/advantage_weighted_matching scripts/train_sd3_awm.py:232-252
+    With e = mean_dims((v - (eps - x0))^2) and d = 1e-10, the value is by `kind`:
+
+        ghuber            -t * ((e + d)^p - d^p) / p
+        huber             -t * (sqrt(e + d) - sqrt(d))
+        uniform, t, t2    -e, -t * e, -t^2 * e
+
+    From AWM, arXiv 2509.25050; scxue/advantage_weighted_matching scripts/train_sd3_awm.py:232-252
     (ghuber, 0.25). velocity, target (eps - x0) [b, K, *L]; sigma broadcastable to [b, K].
     """
     error, t = mean_dims((velocity.double() - target.double()) ** 2), sigma.double()
@@ -105,11 +111,13 @@ def matching_value(
 
 
 def dgpo_weight(distance: Tensor, base: Tensor, advantages: Tensor, beta: float) -> Tensor:
-    """Return DGPO's weight of a group, sigmoid(beta * mean_G(A * (d - d_base))), [1, K]: 1/2 where
-    the policy equals its base, less where the group's good samples are already nearer than there.
+    """Return DGPO's weight of a group, sigmoid(beta * mean_G(A * (d - d_base))), [1, K].
 
-    arXiv 2510.08425; Luo-Yihong/DGPO scripts/train_sd3_dgpo.py:162-193 (beta 100). distance, base
-    [G, K] errors without gradient; advantages [G, 1].
+    The weight is 1/2 if the policy equals its base. It is less if the policy already fits the
+    group's good samples better than the base does.
+
+    From arXiv 2510.08425; Luo-Yihong/DGPO scripts/train_sd3_dgpo.py:162-193 (beta 100). Shapes:
+    distance and base [G, K] errors without gradient; advantages [G, 1].
     """
     return torch.sigmoid(beta * (advantages * (distance - base)).mean(dim=0, keepdim=True))
 
@@ -121,9 +129,10 @@ def rvm_loss(
     reference: Tensor | None,
     anchor: float,
 ) -> Tensor:
-    """Return mean_dims((v - (v - g))^2) / 2 with v - g without gradient, [b, K], so that the
-    gradient is g = c*(v - (eps - x0)) + anchor*(v - v_base): that of a signed matching loss, whose
-    own value has no lower bound where c < 0.
+    """Return mean_dims((v - (v - g))^2) / 2, [b, K], in which v - g carries no gradient.
+
+    So the gradient is g = c*(v - (eps - x0)) + anchor*(v - v_base), as that of a signed matching
+    loss. The value of such a loss itself would have no lower bound where c < 0.
 
     hao-ai-lab/FastVideo rvm_utils.py `detached_rvm_surrogate`. velocity, target, reference [b, K,
     *L]; coefficient c broadcastable to [b, K].

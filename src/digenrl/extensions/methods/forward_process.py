@@ -33,12 +33,15 @@ class OldPolicySchedule:
     """old = d*old + (1-d)*new after every `every`-th RL step, d = min(max(step - delay, 0)*ramp,
     ceiling).
 
-    DiffusionNFT's soft update of the sampling policy, and the three schedules of its code
-    (NVlabs/DiffusionNFT `return_decay`) and of verl-omni (diffusion_trainer_utils.py:20-39): type
-    0, `copy` = ceiling 0 (on-policy); type 1, `linear_to_0_5` = ramp 0.001, ceiling 0.5; type 2,
-    `delayed_linear_to_0_999` = delay 75, ramp 0.0075, ceiling 0.999. AWM and DGPO have ramp 0.001,
-    ceiling 0.3. They count gradient steps; RL steps count here, so that `updates_per_batch` leaves
-    the schedule alone.
+    This is DiffusionNFT's soft update of the sampling policy. Its code (NVlabs/DiffusionNFT
+    `return_decay`) and verl-omni (diffusion_trainer_utils.py:20-39) have three schedules:
+
+    - type 0, `copy`: ceiling 0 (on-policy)
+    - type 1, `linear_to_0_5`: ramp 0.001, ceiling 0.5
+    - type 2, `delayed_linear_to_0_999`: delay 75, ramp 0.0075, ceiling 0.999
+
+    AWM and DGPO use ramp 0.001 and ceiling 0.3. The sources count gradient steps. Here RL steps
+    count, so that `updates_per_batch` does not change the schedule.
     """
 
     delay: int = 0
@@ -53,7 +56,7 @@ class OldPolicySchedule:
             )
 
     def decay_after(self, step: int) -> float:
-        """d after RL step `step` (0-based)."""
+        """Return d after RL step `step` (0-based)."""
         return min(max(step - self.delay, 0) * self.ramp, self.ceiling)
 
 
@@ -78,8 +81,8 @@ class ForwardProcess(PolicyModule):
         max_advantage: float,
         **common: Unpack[CommonArguments],
     ) -> None:
-        """seed keys the forward noise. kl_weight: of `kl_term`; 0 runs no base model.
-        max_advantage: bound of |A|."""
+        """Take the settings of `algorithm`. `seed` keys the forward noise. `kl_weight` is the
+        weight of `kl_term`, and 0 runs no base model. `max_advantage` bounds |A|."""
         super().__init__(policy, **common)
         if max_advantage <= 0 or kl_weight < 0:
             raise ValueError(

@@ -1,8 +1,9 @@
 """DiffusionNFT (arXiv 2509.16117): reinforcement on the forward process, without log-probs or SDE
 noise.
 
-Rollouts are made by an *old* policy, a copy of the trained parameters that follows them by a
-schedule, with any ODE solver; only the clean latent is stored. See `losses.nft_loss`.
+Rollouts are made by an *old* policy: a copy of the trained parameters that follows them by a
+schedule. Any ODE solver will do, because only the clean latent is stored. See
+`forward_losses.nft_loss`.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class NFT(WithOldPolicy):
         kl_weight: float = 1e-4,
         **common: Unpack[CommonArguments],
     ) -> None:
-        """beta: 1.0 for SD3 (Flow-Factory, UniRL), 0.1 for Wan and Qwen-Image. max_advantage M = 5.
-        kl_weight 1e-4 (verl-omni); 0 runs no base model. seed keys the forward noise."""
+        """Take the settings of `algorithm`. `beta` is 1.0 for SD3 (Flow-Factory, UniRL), 0.1 for
+        Wan and Qwen-Image. `max_advantage` M is 5. `kl_weight` is 1e-4 (verl-omni), and 0 runs no
+        base model. `seed` keys the forward noise."""
         super().__init__(
             policy,
             old_policy,
@@ -60,7 +62,7 @@ class NFT(WithOldPolicy):
     def cell_losses(
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
     ) -> Tensor:
-        """[b, K]."""
+        """Return the losses, [b, K]."""
         cells = noise_cells(block, range(block.samples), block.numbers, self.seed, STREAM)
         old = self.old_velocity(cells)
         reference = self.base_velocity(cells) if self.kl_weight > 0 else None

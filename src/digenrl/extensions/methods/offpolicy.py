@@ -24,10 +24,10 @@ class Weighted(Surrogate):
 
     @abstractmethod
     def cell_weights(self, cells: Cells, ratio: Tensor) -> Tensor:
-        """w [b, K], from the ratio [b, K] without its gradient."""
+        """Return w [b, K] for a ratio [b, K], whose gradient is cut."""
 
     def loss(self, cells: Cells) -> Tensor:
-        """-w*A*exp(log-prob - itself without gradient)."""
+        """Return -w*A*exp(log-prob - the log-prob without gradient)."""
         unit = torch.exp(cells.log_prob - cells.log_prob.detach())
         return -self.cell_weights(cells, cells.ratio.detach()) * cells.advantages * unit
 
@@ -53,7 +53,7 @@ class Capped(Surrogate):
             )
 
     def weight_cap(self, cells: Cells) -> float:
-        """1 + cap."""
+        """Return 1 + cap."""
         return 1.0 + (cells.clip[1] if self.cap is None else self.cap)
 
 
@@ -64,7 +64,7 @@ class Uncorrected(Weighted):
     clips: ClassVar[bool] = False
 
     def cell_weights(self, cells: Cells, ratio: Tensor) -> Tensor:
-        """1."""
+        """Return 1."""
         return torch.ones_like(ratio)
 
     def bounded_cells(self, cells: Cells) -> Tensor:
@@ -96,7 +96,7 @@ class DecoupledPPO(Capped):
         return (weight > self.weight_cap(cells)) | clip_binds(ratio, cells.advantages, *cells.clip)
 
     def _split_ratio(self, cells: Cells) -> tuple[Tensor, Tensor]:
-        """exp(prox - old), exp(new - prox)."""
+        """Return exp(prox - old) and exp(new - prox)."""
         assert cells.proximal_log_prob is not None
         correction = torch.exp(cells.proximal_log_prob - cells.old_log_prob)
         return correction, torch.exp(cells.log_prob - cells.proximal_log_prob)
@@ -108,7 +108,7 @@ class TruncatedIS(Capped, Weighted):
     cap)."""
 
     def cell_weights(self, cells: Cells, ratio: Tensor) -> Tensor:
-        """min(r, 1 + cap)."""
+        """Return min(r, 1 + cap)."""
         return ratio.clamp(max=self.weight_cap(cells))
 
 
@@ -118,7 +118,7 @@ class CISPO(Weighted):
     gradient."""
 
     def cell_weights(self, cells: Cells, ratio: Tensor) -> Tensor:
-        """clamp(r, 1-low, 1+high)."""
+        """Return clamp(r, 1-low, 1+high)."""
         return ratio.clamp(1.0 - cells.clip[0], 1.0 + cells.clip[1])
 
 
@@ -130,7 +130,7 @@ class TOPR(Weighted):
     clips: ClassVar[bool] = False
 
     def cell_weights(self, cells: Cells, ratio: Tensor) -> Tensor:
-        """1 or min(r, 1), by the sign of A."""
+        """Return 1 or min(r, 1), by the sign of A."""
         return torch.where(cells.advantages > 0, torch.ones_like(ratio), ratio.clamp(max=1.0))
 
     def bounded_cells(self, cells: Cells) -> Tensor:

@@ -36,9 +36,9 @@ class RVM(ForwardProcess):
         kl_weight: float = 0.0,
         **common: Unpack[CommonArguments],
     ) -> None:
-        """levels uniform: each cell has a noise level of its own between 0 and 1, and train_steps
-        only says how many; grid: those of train_steps, which a few-step student has few of.
-        kl_weight: the source's anchor. seed keys noise and levels."""
+        """`levels` uniform: each cell has a noise level of its own between 0 and 1, and train_steps
+        only gives their number. grid: the levels of train_steps, which are few for a few-step
+        student. `kl_weight`: the source's anchor. `seed` keys noise and levels."""
         super().__init__(policy, seed, kl_weight=kl_weight, max_advantage=max_advantage, **common)
         if levels not in get_args(Levels):
             raise ValueError(f"algorithm.levels = {levels}: use {' or '.join(get_args(Levels))}")
@@ -55,7 +55,7 @@ class RVM(ForwardProcess):
     def cell_losses(
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
     ) -> Tensor:
-        """[b, K]."""
+        """Return the losses, [b, K]."""
         own = uniform_levels(block, self.seed) if self.levels == "uniform" else None
         cells = noise_cells(block, range(block.samples), block.numbers, self.seed, STREAM, own)
         reference = self.base_velocity(cells) if self.kl_weight > 0 else None

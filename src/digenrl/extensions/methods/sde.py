@@ -29,7 +29,7 @@ class DanceSDE(Kernel):
     def moments(
         self, x: Tensor, v: Tensor, s: Tensor, s1: Tensor, guard: Tensor, sqrt_h: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.moments`; `guard` is not used."""
+        """Return the moments of `Kernel.moments`; `guard` is not used."""
         std = torch.full_like(s, self.eta)
         return euler_maruyama_mean(x, v, s, s1, std), std, std * sqrt_h
 
@@ -50,7 +50,7 @@ class LinearSDE(Kernel):
     def moments(
         self, x: Tensor, v: Tensor, s: Tensor, s1: Tensor, guard: Tensor, sqrt_h: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.moments`; `guard` is not used."""
+        """Return the moments of `Kernel.moments`; `guard` is not used."""
         std = self.noise_level * s
         return euler_maruyama_mean(x, v, s, s1, std), std, std * sqrt_h
 
@@ -80,7 +80,7 @@ class FlowCPS(Kernel):
     def moments(
         self, x: Tensor, v: Tensor, s: Tensor, s1: Tensor, guard: Tensor, sqrt_h: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.moments`; `guard` is not used, and S is sig."""
+        """Return the moments of `Kernel.moments`; `guard` is not used, and S is sig."""
         angle = self.noise_level * math.pi / 2
         scale = s1 * math.sin(angle)
         mean = (1.0 - s1) * (x - s * v) + s1 * math.cos(angle) * (x + (1.0 - s) * v)

@@ -31,13 +31,13 @@ class Supervised(PolicyModule):
         seed: int,
         **common: Unpack[CommonArguments],
     ) -> None:
-        """seed keys the noise."""
+        """Take the settings of `algorithm`. `seed` keys the noise."""
         super().__init__(policy, **common)
         self.seed = seed
 
     def cell_losses(
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
     ) -> Tensor:
-        """[b, K]."""
+        """Return the losses, [b, K]."""
         cells = noise_cells(block, range(block.samples), block.numbers, self.seed, STREAM)
         return flow_matching_loss(cells.predict_velocity(self.policy), cells.noise, cells.clean)

@@ -31,12 +31,12 @@ class FirstFraction:
         check_fraction(self.fraction)
 
     def count_trained(self, steps: int) -> int:
-        """int(T*fraction) within 1..T-1."""
+        """Return int(T*fraction) within 1..T-1."""
         need_two(steps)
         return min(max(int(steps * self.fraction), 1), steps - 1)
 
     def plan_steps(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
-        """Same for every RL step."""
+        """Return the same plan for every RL step."""
         trained = tuple(range(self.count_trained(steps)))
         return StepPlan(with_untrained(trained, steps, self.untrained, self.last), trained)
 
@@ -46,12 +46,14 @@ class Window:
     """A contiguous window of `size` SDE steps, all trained, and the ODE elsewhere (MixGRPO, arXiv
     2507.21802, and Flow-GRPO-Fast).
 
-    random: start drawn at every RL step by (seed, RL step). progressive: the window moves by size -
-    overlap every `hold` RL steps; the last window is anchored at the end of the range so that every
-    step of it is trained (UniRL's floor would leave the remainder out), then stays there or, with
-    `wrap`, starts again. MixGRPO: size 4, hold 25, roll back, and overlap 3, for its
-    `prog_overlap_step=1` is added to the start (fastvideo/utils/grpo_states.py:92); it lets the
-    start run to T-2, past the last whole window, which takes more than 500 RL steps of its recipe.
+    With order=random the start is drawn at every RL step from (seed, RL step). With
+    order=progressive the window moves by size - overlap every `hold` RL steps. The last window ends
+    with the range, so that every step of the range is trained (UniRL's floor would leave the
+    remainder out). Then the window stays there, or starts again with `wrap`.
+
+    MixGRPO has size 4, hold 25 and wraps. Its `prog_overlap_step=1` is added to the start
+    (fastvideo/utils/grpo_states.py:92), so `overlap` is 3. Its start may run to T-2, past the last
+    whole window, but that takes more than 500 RL steps of its recipe.
     """
 
     size: int = 2
@@ -99,7 +101,7 @@ class Window:
         return first + min(index * stride, room)
 
     def plan_steps(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
-        """Window start..start+size-1 as both SDE and trained steps."""
+        """Return the window start..start+size-1 as both SDE and trained steps."""
         start = self.window_start(seed, step, steps)
         window = tuple(range(start, start + self.size))
         return StepPlan(window, window)

@@ -19,24 +19,24 @@ from digenrl.algorithms.surrogates import Cells, Surrogate
 def guard_ratio(
     log_prob: Tensor, old_log_prob: Tensor, mean: Tensor, old_mean: Tensor, scale: Tensor
 ) -> Tensor:
-    """GRPO-Guard's normalised ratio exp((log r + bias) * S), bias =
-    mean_dims((mean-old)^2)/(2*S^2); [b, K].
+    """Return GRPO-Guard's normalised ratio exp((log r + bias) * S), [b, K], with bias =
+    mean_dims((mean-old)^2)/(2*S^2).
 
-    Equal to exp(mean_dims(z*(mean-old))), whose logarithm has expectation 0, while a plain
-    log-ratio has -bias (GRPO-Guard, arXiv 2510.22319; verl-project/verl-omni
-    diffusion_algos.py:527). scale [b, K] is each row's own S: a batch may mix timesteps.
+    The value equals exp(mean_dims(z*(mean-old))). Its logarithm has expectation 0, while that of a
+    plain ratio has -bias. From GRPO-Guard, arXiv 2510.22319; verl-project/verl-omni
+    diffusion_algos.py:527. scale [b, K] is each row's own S: a batch may mix timesteps.
     """
     bias = gaussian_kl(mean, old_mean, scale)
     return torch.exp((log_prob - old_log_prob + bias) * scale)
 
 
 def dppo_keep(ratio: Tensor, advantages: Tensor, kl: Tensor, threshold: float) -> Tensor:
-    """Flow-DPPO's mask, [b, K] bool: False where the cell is beyond the trust region and would be
-    pushed further out.
+    """Return Flow-DPPO's mask, [b, K] bool. It is False for a cell beyond the trust region that
+    would be pushed further out.
 
-    drop = kl >= threshold and ((r > 1 and A > 0) or (r < 1 and A < 0)); kl is `gaussian_kl` to the
-    rollout's mean (Tencent-Hunyuan/UniRL algorithms/flowdppo.py:54-138, threshold 1e-5 for the
-    mean-reduced KL).
+    A cell is dropped if kl >= threshold and ((r > 1 and A > 0) or (r < 1 and A < 0)). kl is
+    `gaussian_kl` to the rollout's mean. From Tencent-Hunyuan/UniRL algorithms/flowdppo.py:54-138,
+    with threshold 1e-5 for the mean-reduced KL.
     """
     outward = ((ratio > 1.0) & (advantages > 0)) | ((ratio < 1.0) & (advantages < 0))
     return ~((kl >= threshold) & outward)
@@ -54,7 +54,7 @@ class Guard(Surrogate):
     needs_gaussian: ClassVar[bool] = True
 
     def loss(self, cells: Cells) -> Tensor:
-        """clipped_surrogate(guard ratio) / h."""
+        """Return clipped_surrogate(guard ratio) / h."""
         return (
             clipped_surrogate(self._guarded_ratio(cells), cells.advantages, *cells.clip)
             / cells.sqrt_h**2
@@ -91,7 +91,8 @@ class FlowDPPO(Surrogate):
     needs_means: ClassVar[bool] = True
 
     def loss(self, cells: Cells) -> Tensor:
-        """-A*r where kept, else exactly 0 with finite gradient, even for an infinite ratio."""
+        """Return -A*r for kept cells. Others give exactly 0 with a finite gradient, even for an
+        infinite ratio."""
         keep = ~self.bounded_cells(cells)
         # The log-ratio is masked before exp: masking after it would leave inf * 0 in the backward
         # pass.

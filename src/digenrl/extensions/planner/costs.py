@@ -48,9 +48,9 @@ CONNECTION_GB_S = 1.2
 """GB/s of one TCP connection, from publishing to adopting (benchmarks/publish.py over loopback on
 two processor cores)."""
 CODEC_GB_S, CODED_SHARE = 0.2, 0.1
-"""GB/s at which one core writes a version as a difference, and the share of the bytes that is left
-(benchmarks/publish.py links=...: a twentieth of 16-bit values that move in one of twenty; the rest
-is an assumption)."""
+"""GB/s at which one core writes a version as a difference, and the share of the bytes that is left.
+benchmarks/publish.py links=... measures a share of 1/20 if one 16-bit value in twenty moves. The
+rest is an assumption."""
 SWITCH_SECONDS = 0.02
 """Seconds of one switch between training and generation (an assumption). Caches are freed and
 adapters stay."""
@@ -108,8 +108,9 @@ class Costs:
         return forwards * bytes_moved / (pool.hbm_tb_s * 1e12)
 
     def _unpack_seconds(self, pool: Pool) -> float:
-        """Return the seconds in which one forward of any batch size reads a quantized base, and
-        writes and reads it in 16 bits (computed from the memory bandwidth, not measured)."""
+        """Return the seconds in which one forward of any batch size unpacks a quantized base. It
+        reads the base, then writes and reads it in 16 bits. Computed from the memory bandwidth, not
+        measured."""
         moved = (self.work.base_bytes + 4) * self.work.sizes["parameters"]
         return moved / (pool.hbm_tb_s * 1e12) if self.work.base_bytes < 2 else 0.0
 

@@ -35,8 +35,8 @@ class FewerPools:
 def faster_without(
     costing: Costing, step_s: float, steps: int | None, asynchronous: bool
 ) -> FewerPools | None:
-    """Return the fastest plan that leaves one pool out, where it is faster than `step_s` seconds
-    per RL step; None where every pool helps.
+    """Return the fastest plan that leaves one pool out, if its RL step is shorter than `step_s`
+    seconds. None: every pool helps.
 
     Args:
         steps: RL steps of each finalist's simulation, as in `make_plan`.

@@ -75,7 +75,7 @@ def _makespan(tasks: int, seconds: Sequence[float]) -> float:
 
 def busiest_seconds(spec: ScheduleSpec, cluster: Cluster) -> float:
     """Return another lower bound of the seconds per RL step: those of the trainer with the most to
-    train. It is the tighter one where trainers without collectives get uneven parts."""
+    train. This bound is the tighter one if trainers without collectives get uneven parts."""
     updates = training_floor(spec, cluster, placed=True)[1]
     after = cluster.reduce_seconds + cluster.optimizer_seconds
     return sum(updates) + len(updates) * after + cluster.snapshot_seconds

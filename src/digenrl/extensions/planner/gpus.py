@@ -80,8 +80,9 @@ SCALED = {"generate": "generated", "train": "trained"}
 """Stage -> its figure of `Efficiency` where the GPU was measured."""
 
 BACKWARD_LAUNCHES = 2.6
-"""Launches of a backward pass over those of a forward: the same measurement, where a micro-batch of
-one row that recomputes its blocks took 4.7 (eager) and 5.1 (compiled) times a forward's seconds."""
+"""Launches of a backward pass, relative to those of a forward. From the same measurement: a
+micro-batch of one row that recomputes its blocks took 4.7 (eager) and 5.1 (compiled) times the
+seconds of a forward."""
 
 
 @dataclass(frozen=True)

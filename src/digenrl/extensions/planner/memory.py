@@ -90,12 +90,12 @@ def offloaded_bytes(work: Workload, rows: int, recompute: Recompute, context: in
 def moment_bytes(work: Workload, rows: int, recompute: Recompute, context: int = 1) -> int:
     """Return the bytes beside what the blocks keep at the peak of a forward and backward pass.
 
-    They are those of the layers before and behind the blocks, of the loss and of gradients on their
-    way, or later those of a block that is computed again. What is counted with everything kept and
-    with the inputs alone bounds what lies between, in proportion. With off-loading a block computes
-    while the activations of the next return from the host: those of the largest block are at most
-    as far above the mean as its parameters. Ranks that share tokens hold those before the first
-    block whole, and their gradient.
+    At first these are bytes of the layers before and behind the blocks, of the loss and of
+    gradients on their way. Later they are bytes of a block that is computed again. Counts exist for
+    two cases: everything kept, and inputs alone. Other cases lie between them, in proportion. With
+    off-loading, a block computes while the activations of the next block return from the host. The
+    largest block's activations exceed the mean by at most as much as its parameters do. Ranks that
+    share tokens hold the activations before the first block whole, and their gradient.
     """
     sizes, least = work.sizes, [ALL, *(mode for mode in MODES if recompute.shares[mode])][-1]
     whole, some, little = (work.kept_bytes(mode, rows, context) for mode in (ALL, least, INPUTS))
@@ -175,14 +175,15 @@ def published_bytes(work: Workload, async_steps: int) -> int:
 
 
 def lent_copy_bytes(work: Workload, shards: int) -> int:
-    """Return the bytes of a trainer's own part of the published weights, which it keeps between
-    updates to lend with: on the GPU those of an adapter, in host memory those of a whole model."""
+    """Return the bytes of a trainer's own part of the published weights. A trainer keeps that part
+    between updates to lend with: an adapter's on the GPU, a whole model's in host memory."""
     return 4 * -(-work.trained_parameters // shards) * (work.updates > 1)
 
 
 def stored_bytes(work: Workload, rows: int) -> int:
-    """Return the bytes of the latents of `rows` samples that a rollout keeps: at most those before
-    and behind each trained step, and both stacked of the task before, which is being scored."""
+    """Return the bytes of the latents that a rollout keeps for `rows` samples. At most these are
+    the latents before and after each trained step, and the stacked latents of the previous task,
+    which is being scored."""
     latents = 1 + min(2 * work.trained_steps, work.steps) + 2 * work.trained_steps
     return rows * work.latent_elements * work.storage_bytes * latents
 
@@ -236,9 +237,9 @@ def trainer_memory(
 
     Args:
         recompute: what the blocks keep for the backward pass.
-        generates: whether it also generates (colocated, or lending), so that it needs room to
+        generates: whether the rank also generates (colocated, or lending), so that it needs room to
             encode and decode.
-        lends: whether it lends between updates, and so keeps the published adapter.
+        lends: whether the rank lends between updates, and so keeps the published adapter.
         encoders: whether text encoders and VAE stay on the GPUs that generate.
         context: number of ranks that share the tokens of a trained forward. Each generates and
             evaluates alone.

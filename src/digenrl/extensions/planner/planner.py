@@ -191,7 +191,8 @@ def _first_candidates(
 
 
 def _quick_step_floor(costing: Costing, candidate: Candidate) -> float:
-    """Return a lower bound of the quick simulation's step that `Costing.floor` does not imply."""
+    """Return a lower bound of the quick simulation's step that `Costing.step_floor` does not
+    imply."""
     spec, cluster = coarsen_run(
         costing.schedule_spec(candidate), costing.build_cluster(candidate), COARSE_RANKS
     )

@@ -21,8 +21,9 @@ REWARD_FLOPS = {
     "edit_reward": 38e12,
     "video_align": 7.4e12,
 }
-"""FLOPs per sample of scorers on the GPU: 2 x parameters x tokens of their ViT, and of a Qwen-VL's
-language model (600 tokens; twice 1060; 1500 for four frames). Other scorers run on the CPU."""
+"""FLOPs per sample of scorers on the GPU: 2 x parameters x tokens, for the ViT and for the language
+model of a Qwen-VL. Such a model reads 600 tokens, twice 1060, or 1500 for four frames. Other
+scorers run on the CPU."""
 
 JUDGE_FLOPS = {
     "vlm_judge": 15e12,
@@ -30,9 +31,9 @@ JUDGE_FLOPS = {
     "unified_reward": 30e12,
     "pair_judge": 54e12,
 }
-"""FLOPs per sample of a 7B judge that the run serves itself: 430 and 560 tokens, and as much again
-for the answer, in whose tokens memory bounds (an assumption). UnifiedReward's answer has some
-hundred tokens more; a pair judge asks three times per sample when four meet."""
+"""FLOPs per sample of a 7B judge that the run serves itself, for 430 and 560 tokens. Generating the
+answer is memory-bound. We assume that it costs as much as reading the prompt. UnifiedReward's
+answer is some hundred tokens longer. A pair judge asks three times per sample when four meet."""
 
 REWARD_CPU_SECONDS = {
     "ocr": 0.3,

@@ -6,10 +6,10 @@ parameters), so a run exercises the transformer, LoRA and SDE paths of the real 
 are simpler, on purpose:
 
 * There is no VAE. Latents are pixels in [-1, 1], in 2x2 patches packed as FLUX packs its VAE
-latents -> [16, 4]. * There is no tokenizer and no text encoder. Text features are frozen hashes: a
-word is a fixed pseudo-random vector, the
-  sequence input is a prompt's first words, the pooled input their bag. A word unseen in pretraining
-  means nothing.
+  latents -> [16, 4].
+* There is no tokenizer and no text encoder. Text features are frozen hashes: a word is a fixed
+  pseudo-random vector. The sequence input is a prompt's first words, the pooled input their bag. A
+  word unseen in pretraining means nothing.
 
 The committed base model (`make pretrain`) learned from captions of which a share is wrong *on
 purpose*. Without these errors pretraining solves the task (0.96 of samples right), and

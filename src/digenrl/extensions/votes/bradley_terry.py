@@ -3,9 +3,10 @@
 Sample i beats sample j with probability sigmoid(s_i - s_j). A neutral sample of score 0, which
 nobody sees, is part of every group:
 
-- Each sample has tied with it `PRIOR` times in advance, so that the scores are finite and unique.
-- "both" lets both samples beat it, and "neither" lets it beat both. So scores of two groups can be
-  compared: a group of which people like every sample scores above 0.
+- Each sample has tied with the neutral sample `PRIOR` times, so scores are finite and unique.
+- The vote "both" lets both samples beat the neutral one. "neither" lets the neutral one beat both.
+  So scores of two groups can be compared: if people like every sample of a group, all score above
+  0.
 
 A tie counts as half a victory for each side. The fit is the maximum of a strictly concave function.
 """

@@ -182,8 +182,8 @@ class VotePage(Guard):
         return self._run | {"done": self._ballots.count_votes()}
 
     def _choose_pair(self, each: Waiting, votes: list[Vote], voter: str) -> Pair | None:
-        """Return the pair of a group that helps most, and remember who looks at it; None if the
-        group, or what others do not look at already, is complete."""
+        """Return the most useful pair of a group, and remember who looks at it. None: the group is
+        complete, or will be with the pairs that others look at now."""
         name, group = each.path.name, each.group
         if group.is_complete(votes):
             return None

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 FRAMES_PER_SECOND, SOUNDS_PER_SECOND = 24.0, 25.0
-"""Frames per second of videos, by the pipeline's default, and latents per second of sound. 16000
-sound samples a second give a spectrogram step per 160 samples, and a latent per four steps."""
+"""Frames per second of videos (the pipeline's default), and latents per second of sound. Sound has
+16000 samples a second, a spectrogram step per 160 samples, and a latent per four steps."""
 
 
 class LTX2Codec(DiffusersCodec):

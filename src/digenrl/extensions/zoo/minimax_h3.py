@@ -226,7 +226,7 @@ CHECKPOINT_NAMES: Names = {
         ("ff.net.2",): "blocks.{}.mlp.fc2",
     }
 }
-"""Of the published single files, with queries, keys and values one after the other."""
+"""Names in the published single files, which hold queries, keys and values one after the other."""
 
 
 class MiniMaxH3Policy(DiffusersPolicy):
@@ -267,7 +267,7 @@ class MiniMaxH3Policy(DiffusersPolicy):
         return sound * plain / (1.0 + (sound - 1.0) * plain)
 
     def paced(self, velocity: Tensor, sigmas: Tensor, following: Tensor) -> Tensor:
-        """See `Policy.paced`."""
+        """Return the velocity as `Policy.paced` says."""
         steps = self.sound_levels(following) - self.sound_levels(sigmas)
         ratio = (steps / (following - sigmas)).view(-1, 1, 1).to(velocity)
         return torch.cat(

@@ -187,7 +187,7 @@ CHECKPOINT_NAMES: Names = {
         },
     }
 }
-"""Of the files that ComfyUI reads, where the gate and what it multiplies are one layer."""
+"""Names in the files that ComfyUI reads, where the gate and what it multiplies are one layer."""
 
 
 class QwenImage21Policy(DiffusersPolicy):

@@ -57,7 +57,7 @@ CHECKPOINT_NAMES: Names = {
     }
     for blocks in ("layers", "noise_refiner", "context_refiner")
 }
-"""Of the files that ComfyUI reads, where queries, keys and values are one layer."""
+"""Names in the files that ComfyUI reads, where queries, keys and values are one layer."""
 
 
 class ZImagePolicy(DiffusersPolicy):

@@ -73,8 +73,8 @@ def make_tiles(
     rows: Sequence[int],
     sources: Sequence[NDArray[np.uint8]] | NDArray[np.uint8] | None = None,
 ) -> tuple[Tile, ...]:
-    """The samples `rows` of media [N, ...], prompts [N], score [N] and, where prompts name images,
-    sources [N]."""
+    """Return the samples `rows` of media [N, ...], prompts [N], score [N] and, if prompts name
+    images, sources [N]."""
     return tuple(
         Tile(media[row], prompts[row], float(score[row]), None if sources is None else sources[row])
         for row in rows
@@ -98,8 +98,8 @@ def extreme_rows(score: NDArray[np.float64], count: int) -> tuple[list[int], lis
 
 
 def still_image(media: NDArray[np.uint8], source: NDArray[np.uint8] | None = None) -> Image.Image:
-    """A picture of reasonable size, with its source at the left; of a video, a strip of its
-    frames."""
+    """Return a picture of reasonable size, with its source at the left. A video becomes a strip of
+    its frames."""
     media = film_strip(media) if media.ndim == 4 else media
     longer = max(media.shape[1:]) if media.shape[2] <= 2 * media.shape[1] else media.shape[1]
     image = Image.fromarray(_join_source(source, to_pixels(media)))
@@ -118,14 +118,14 @@ def film_strip(video: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def to_pixels(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """[..., C, H, W] -> [..., H, W, 3]."""
+    """Return pixels [..., H, W, 3] of media [..., C, H, W]."""
     array = np.moveaxis(media, -3, -1)
     return np.ascontiguousarray(array if array.shape[-1] == 3 else np.repeat(array, 3, axis=-1))
 
 
 def _join_source(source: NDArray[np.uint8] | None, shown: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """[..., H, W, 3] with the source [3, H, W] at the left of every frame; as it is where there is
-    none."""
+    """Prepend the source [3, H, W] to every frame of [..., H, W, 3]. Return the frames unchanged if
+    there is no source."""
     if source is None:
         return shown
     left = to_pixels(source)
@@ -133,7 +133,8 @@ def _join_source(source: NDArray[np.uint8] | None, shown: NDArray[np.uint8]) -> 
 
 
 def encode_image(image: Image.Image) -> tuple[str, bytes]:
-    """(MIME type, bytes) of a picture: PNG where it is small or flat, else JPEG."""
+    """Return (MIME type, bytes) of a picture. A small or flat picture is a PNG, others are
+    JPEGs."""
     png, jpeg = io.BytesIO(), io.BytesIO()
     image.save(png, "PNG", optimize=True)
     if png.tell() <= 32 << 10:
@@ -143,7 +144,8 @@ def encode_image(image: Image.Image) -> tuple[str, bytes]:
 
 
 def encode_video(tile: Tile) -> bytes:
-    """A video as H.264 MP4; its source at the left. Raises ImportError without imageio."""
+    """Return a video as H.264 MP4, with its source at the left. Raises ImportError without
+    imageio."""
     return media.encode_mp4(_join_source(tile.source, to_pixels(tile.media)))
 
 

@@ -2,12 +2,11 @@
 
     digenrl score reward=ocr images=DIR prompts=FILE
 
-File i of the folder (in order of name, 2.png before 10.png; other and hidden files are ignored) is
-scored against prompt i of the file (one a line). Prints a table and writes
-outputs/scores/<time>.json (output=FILE: elsewhere):
-`scores` is a list of {file, prompt, score, rewards}, `score` the mixture's weighted sum (null =
-missing). Every key of configs/score.yaml may follow as key=value. The last line of standard output
-is that file's path.
+File i of the folder is scored against prompt i of the prompt file (one a line). Files are taken in
+order of name, 2.png before 10.png. Hidden files and files of other kinds are ignored. Prints a
+table and writes outputs/scores/<time>.json (output=FILE: elsewhere): `scores` is a list of {file,
+prompt, score, rewards}, `score` the mixture's weighted sum (null = missing). Every key of
+configs/score.yaml may follow as key=value. The last line of standard output is that file's path.
 """
 
 from __future__ import annotations

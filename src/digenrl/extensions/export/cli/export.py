@@ -7,11 +7,11 @@ card.
 
 Writes FOLDER (RUN/export unless given): pytorch_lora_weights.safetensors or transformer/, and
 README.md with the run's curves. The weights are those that the run evaluates with: the moving
-average if it keeps one (algorithm.ema), otherwise the trained weights. format=comfyui or kohya adds
-the adapter under the names that these tools read (families with `checkpoint_names`). merge=true
-writes transformer/ with the adapter merged into the base's weights. The files of a second
-transformer (Wan2.2 A14B) end in _2. `hf upload OWNER/NAME FOLDER` publishes the folder. The last
-line on standard output is the folder.
+average if it keeps one (algorithm.ema), otherwise the trained weights. With format=comfyui or
+kohya, the adapter is also written under the names that these tools read (families with
+`checkpoint_names`). With merge=true, transformer/ holds the base's weights with the adapter merged
+in. The files of a second transformer (Wan2.2 A14B) end in _2. `hf upload OWNER/NAME FOLDER`
+publishes the folder. The last line on standard output is the folder.
 """
 
 from __future__ import annotations

@@ -115,8 +115,8 @@ def plan_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def splitting_advice(composed: Composed, made: Made) -> list[str]:
-    """Return what one-step asynchrony would give, and what changes the answer, where a plan says
-    that splitting does not pay; [] where it pays."""
+    """Return advice for a plan without rollout ranks: what one-step asynchrony would give, and what
+    would change the answer. [] if the plan has rollouts."""
     if made.winner.candidate.rollouts:
         return []
     other = made.plan.best_of_kind("async")

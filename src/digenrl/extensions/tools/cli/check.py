@@ -67,7 +67,7 @@ def python_version() -> Iterator[Finding]:
 
 
 def torch_and_devices() -> Iterator[Finding]:
-    """torch with its sister package, and what it can compute on."""
+    """Yield findings about torch, its sister package and the devices that torch can use."""
     try:
         import torch
         import torchvision
@@ -162,7 +162,7 @@ def check_disk() -> Iterator[Finding]:
 
 
 def check_needs(words: Sequence[str]) -> Iterator[Finding]:
-    """What the run of a command line lacks here, GPUs first."""
+    """Yield what the run of a command line lacks here, GPUs first."""
     from digenrl.launchers import missing
 
     try:
