@@ -188,7 +188,7 @@ def watched(counts: Path) -> Callable[[run.Rank, World], None]:
             rank.trainer.save_checkpoint,
             rank.strategy.load_checkpoint,
         )
-        begin = strategy.checkpoint_io.begin  # type: ignore[attr-defined]
+        begin = strategy.checkpoint_io.begin_writing  # type: ignore[attr-defined]
 
         def counted(checkpoint: dict[str, Any], *args: Any) -> Any:
             held = [
@@ -208,7 +208,7 @@ def watched(counts: Path) -> Callable[[run.Rank, World], None]:
 
         rank.trainer.save_checkpoint = save_watched  # type: ignore[method-assign, assignment]
         strategy.load_checkpoint = load_watched  # type: ignore[method-assign]
-        strategy.checkpoint_io.begin = counted  # type: ignore[attr-defined]
+        strategy.checkpoint_io.begin_writing = counted  # type: ignore[attr-defined]
 
     return watch
 

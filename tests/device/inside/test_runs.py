@@ -184,7 +184,7 @@ def test_seconds_are_booked_where_the_device_works(tmp_path: Path) -> None:
         owner, names = (
             (rank.strategy, ("training_step", "backward"))
             if world.is_trainer
-            else (rank.strategy.engine, ("advance", "decode"))
+            else (rank.strategy.engine, ("take_step", "decode"))
         )
 
         def counted(call: Callable[..., Any]) -> Callable[..., Any]:
