@@ -88,7 +88,7 @@ def test_a_trainer_that_is_full_saves_the_step_before(
     ("stage", "call"),
     [
         pytest.param("decode", "decode", marks=pytest.mark.slow),
-        pytest.param("generate", "advance", marks=pytest.mark.slow),
+        pytest.param("generate", "take_step", marks=pytest.mark.slow),
     ],
 )
 def test_a_rollout_that_is_full_says_so_and_the_run_is_saved(
