@@ -27,9 +27,11 @@ from digenrl.data import PromptData
 from digenrl.diffusion import denoise
 from digenrl.diffusion.steps import StepPlan
 from digenrl.extensions.planner.cli.profile import training_batch
+from digenrl.extensions.planner.counts import backward_flops, forward_bytes, forward_flops
 from digenrl.extensions.planner.memory import (
     FRAGMENTATION,
     GIB,
+    TrainerLoad,
     moment_bytes,
     rollout_memory,
     saved_bytes,
@@ -250,12 +252,12 @@ def generate(bench: Bench, unit: Unit) -> Row:
     taken = _device.seconds(lambda: bench.advance(state), bench.device)
     work = workload_of(bench.composed)
     weights = rollout_memory(work, unit.samples, encoders=False)
-    forward = FRAGMENTATION * work.forward_bytes(unit.samples * work.passes)
+    forward = FRAGMENTATION * forward_bytes(work, unit.samples * work.passes)
     return {
         "seconds": taken,
         "tokens": work.tokens,
         "passes": work.passes,
-        "flops": unit.samples * work.passes * work.forward_flops(),
+        "flops": unit.samples * work.passes * forward_flops(work),
         "model_gib": (weights.frozen + weights.trained + forward) / GIB,
     }
 
@@ -274,7 +276,8 @@ def train(bench: Bench, unit: Unit) -> Row:
     work = workload_of(bench.composed)
     kept = parse_recompute(bench.composed.settings.tree.model.gradient_checkpointing)
     rows = unit.samples * unit.steps * work.passes
-    held = trainer_memory(work, 1, unit.samples, unit.steps, kept, generates=False, lends=False)
+    load = TrainerLoad(1, unit.samples, unit.steps, generates=False, lends=False)
+    held = trainer_memory(work, load, kept)
     saved, moment = saved_bytes(work, rows, kept), moment_bytes(work, rows, kept)
     resting = held.frozen + held.trained + held.gradients + held.copies
     return {
@@ -282,7 +285,7 @@ def train(bench: Bench, unit: Unit) -> Row:
         "tokens": work.tokens,
         "passes": work.passes,
         "reference": work.reference,
-        "flops": rows * ((1 + int(work.reference)) * work.forward_flops() + work.backward_flops()),
+        "flops": rows * ((1 + int(work.reference)) * forward_flops(work) + backward_flops(work)),
         "model_gib": (resting + FRAGMENTATION * saved + moment) / GIB,
     }
 

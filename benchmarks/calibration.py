@@ -34,6 +34,7 @@ from pathlib import Path
 
 from benchmarks._shared import options
 from digenrl.extensions.planner.costing import Costing
+from digenrl.extensions.planner.counts import backward_flops, forward_flops
 from digenrl.extensions.planner.gpus import ENGINES, Efficiency, find_gpu
 from digenrl.extensions.planner.workload import Workload, counted_models
 from digenrl.hardware import Hardware, Pool
@@ -99,7 +100,7 @@ def predicted(row: Row, figures: Mapping[str, float] | None = None) -> float:
         passes_apart=stage(row) == FORWARD,
     )
     costing, batch = Costing(work, Hardware((pool,))), int(row["batch"])
-    flops = batch * work.passes * work.forward_flops()
+    flops = batch * work.passes * forward_flops(work)
     if stage(row) == FORWARD:
         costs, step = costing.costs, costing.costs.step_seconds(pool, batch)
         if row["unit"] == "share":
@@ -123,7 +124,7 @@ def predicted(row: Row, figures: Mapping[str, float] | None = None) -> float:
         for steps in (1, k)
     )
     if row["unit"] == "share":
-        flops += batch * work.passes * work.backward_flops()
+        flops += batch * work.passes * backward_flops(work)
         return flops / several / (pool.tflops * 1e12)
     return one / several if row["unit"] == "gain" else several
 

@@ -42,9 +42,11 @@ from digenrl import run
 from digenrl.cluster.world import World
 from digenrl.config import Composed
 from digenrl.data import PromptData
+from digenrl.extensions.planner.counts import forward_bytes
 from digenrl.extensions.planner.memory import (
     FRAGMENTATION,
     RESERVED,
+    TrainerLoad,
     decode_bytes,
     rollout_memory,
     stored_bytes,
@@ -53,7 +55,7 @@ from digenrl.extensions.planner.memory import (
 )
 from digenrl.extensions.planner.reading import workload_of
 from digenrl.extensions.planner.workload import Workload, counted_models
-from digenrl.facts import Facts, facts_by_family, of_module
+from digenrl.facts import Facts, ModelSizes, facts_by_family, of_module
 from digenrl.models import pipeline_codec
 from digenrl.models import tiny as builds
 from digenrl.models.pipeline import DiffusersPolicy
@@ -150,7 +152,7 @@ def middle(model: str) -> Facts:
     """Return the facts of the model with its tiny build made wider and deeper, under its name
     everywhere in this process."""
     facts, kind = _families.models()[model], _families.adapter(_families.models()[model])
-    tiny, sizes = dict(builds.describe_part(facts, "transformer")), dict(facts.models[model])
+    tiny, sizes = dict(builds.describe_part(facts, "transformer")), facts.models[model].copy()
     tiny |= {name: tiny[name] * WIDTH for name in WIDTHS if name in tiny}
     published, (first, *others) = sizes["network"], kind.depths
     few = [name for name in others if name in published]
@@ -165,13 +167,13 @@ def middle(model: str) -> Facts:
     if not tiny.get("use_prompt_embeddings", True):  # blocks read the connectors' text as it is
         connectors = builds.describe_part(facts, "connectors")
         parts["connectors"] = dict(connectors) | {n: connectors[n] * WIDTH for n in CONNECTED}
-    network = {key: value for key, value in tiny.items() if key != "class"}
-    made = {"network": network, "blocks": blocks, "hidden": 0,
-            "attention_blocks": blocks * sizes["attention_blocks"] // sizes["blocks"]}  # fmt: skip
-    return _known(replace(facts, tiny=parts), model, sizes | made)
+    sizes["network"] = {key: value for key, value in tiny.items() if key != "class"}
+    sizes["attention_blocks"] = blocks * sizes["attention_blocks"] // sizes["blocks"]
+    sizes["blocks"], sizes["hidden"] = blocks, 0
+    return _known(replace(facts, tiny=parts), model, sizes)
 
 
-def _known(facts: Facts, model: str, sizes: dict[str, Any]) -> Facts:
+def _known(facts: Facts, model: str, sizes: ModelSizes) -> Facts:
     """Return the facts with these sizes of `model`, known under its name in this process."""
     wide = replace(facts, models={model: sizes})
     beside = of_module(_families.adapter(facts).__module__)
@@ -204,7 +206,8 @@ def count(experiment: str) -> dict[str, Any]:
             for word, size in zip(published, found, strict=True)
         )
     text = max(each["text"].shape[1] for each in encoded)
-    sizes = dict(facts.models[model]) | {"text_tokens": text}
+    sizes = facts.models[model].copy()
+    sizes["text_tokens"] = text
     _known(replace(facts, conditioning=shapes), model, sizes)
     with torch.device("meta"):
         network = _families.network(model)
@@ -239,13 +242,14 @@ def planned(experiment: str, case: Case, trainer: bool) -> float:
     if trainer:
         shards = 2 if case.sharding == "fsdp" else 1
         steps = min(case.steps, work.trained_steps)
-        found = trainer_memory(work, shards, case.task, steps, parse(case.keeps), False, False)
+        load = TrainerLoad(shards, case.task, steps, generates=False, lends=False)
+        found = trainer_memory(work, load, parse(case.keeps))
         return found.total - RESERVED
     weights = rollout_memory(work, case.task, encoders=False)
     return (
         weights.frozen
         + weights.trained
-        + FRAGMENTATION * work.forward_bytes(case.task * work.passes // work.launches)
+        + FRAGMENTATION * forward_bytes(work, case.task * work.passes // work.launches)
         + FRAGMENTATION * stored_bytes(work, case.task)
     )
 
@@ -357,7 +361,8 @@ def table(kept: Kept) -> Iterator[tuple[str, float, int]]:
         model = composed(experiment).choices["model"]
         if (experiment, COUNTS) in kept:
             facts = _families.models()[model]
-            _known(facts, model, dict(facts.models[model]) | kept[experiment, COUNTS])
+            counted = {**facts.models[model], **kept[experiment, COUNTS]}
+            _known(facts, model, cast(ModelSizes, counted))
         for case in CASES:
             for role, held in kept.get((experiment, case.name), {}).items():
                 plan = planned(experiment, case, role == "trainer")

@@ -45,6 +45,7 @@ from typing import Any
 from benchmarks.schedule import MECHANISMS, bench_of, disaggregated, naive_colocated
 from digenrl import config as configuration
 from digenrl import parts
+from digenrl.extensions.planner.bound import step_bound
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.durations import rank_durations
@@ -174,7 +175,7 @@ def chosen(
             ]
     if like is not None:
         trials = [c for c in trials if _shape(c) == {name: like[name] for name in _shape(c)}]
-    bound_s = costing.step_bound()
+    bound_s = step_bound(costing)
     best = min(
         (simulate_candidate(costing, c, bound_s) for c in trials),
         key=lambda outcome: outcome.step_s,

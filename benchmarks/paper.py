@@ -40,6 +40,7 @@ from typing import Any
 from benchmarks._shared import options
 from benchmarks.calibration import predicted, read
 from benchmarks.schedule import MECHANISMS, bench_of, limits
+from digenrl.extensions.planner.bound import step_bound
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.costs import Costs
@@ -205,7 +206,7 @@ def scripts(costing: Costing, sharding: str = "fsdp") -> CandidateOutcome | None
     if found is None:
         return None
     recomputing = replace(found, recompute=Recompute(inputs=1.0))
-    return simulate_candidate(own, recomputing, own.step_bound())
+    return simulate_candidate(own, recomputing, step_bound(own))
 
 
 def verl_omni(costing: Costing, batching: bool) -> CandidateOutcome | None:
@@ -214,7 +215,7 @@ def verl_omni(costing: Costing, batching: bool) -> CandidateOutcome | None:
     own = EngineColocated(costing.work, costing.hardware)
     part = max(1, GROUP * GROUPS // costing.hardware.gpus)
     found = sharded_loop(own, part if batching else 1, "hsdp")
-    return None if found is None else simulate_candidate(own, found, own.step_bound())
+    return None if found is None else simulate_candidate(own, found, step_bound(own))
 
 
 def genrl(costing: Costing) -> CandidateOutcome | None:
@@ -223,7 +224,7 @@ def genrl(costing: Costing) -> CandidateOutcome | None:
     for sharding in ("ddp", "fsdp"):
         found = sharded_loop(costing, GROUP // 2, sharding)
         if found is not None:
-            return simulate_candidate(costing, found, costing.step_bound())
+            return simulate_candidate(costing, found, step_bound(costing))
     return None
 
 
@@ -261,7 +262,7 @@ def splits(costing: Costing, mechanism: Mapping[str, Any]) -> Iterator[Candidate
 
 def ladder(costing: Costing) -> dict[str, CandidateOutcome | None]:
     """Row -> the best run that is forced to use its mechanisms."""
-    bound = costing.step_bound()
+    bound = step_bound(costing)
     return {
         name: find_fastest(costing, splits(costing, mechanism), bound)
         for name, mechanism in zip(LADDER, MECHANISMS.values(), strict=True)
@@ -475,7 +476,7 @@ def study(steps: int, k: int) -> tuple[float, float, float]:
         base.with_changes(gap=1, async_steps=1),
         base.with_changes(gap=1, async_steps=1, tag=True),
     )
-    first, second, third = (simulate_candidate(own, run, own.step_bound()).step_s for run in runs)
+    first, second, third = (simulate_candidate(own, run, step_bound(own)).step_s for run in runs)
     return first, second, third
 
 

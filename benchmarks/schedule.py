@@ -33,6 +33,7 @@ from typing import Any
 
 from benchmarks._shared import RESULTS, Report, options, spread_of
 from digenrl import config as configuration
+from digenrl.extensions.planner.bound import step_bound
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.enumeration import fit_candidate, step_batches, task_sizes
@@ -168,7 +169,7 @@ def measure(seat: tuple[str, str, bool]) -> Cell:
     best ones."""
     hardware, experiment, mechanisms = seat
     costing, task_size = bench_of(experiment, hardware)
-    bound, plan = costing.step_bound(), make_plan(costing)
+    bound, plan = step_bound(costing), make_plan(costing)
     naive = [
         simulate_candidate(costing, candidate, bound, exact=True)
         for candidate in naive_colocated(costing, task_size)

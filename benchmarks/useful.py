@@ -21,10 +21,18 @@ from benchmarks._shared import Report, options
 from digenrl import config as configuration
 from digenrl.config import Composed, config_directory
 from digenrl.data import load_prompts
+from digenrl.extensions.planner.bound import step_bound
 from digenrl.extensions.planner.costing import Costing
+from digenrl.extensions.planner.counts import (
+    backward_flops,
+    decode_flops,
+    encode_flops,
+    forward_flops,
+)
 from digenrl.extensions.planner.enumeration import fit_candidate
 from digenrl.extensions.planner.planner import find_fastest
 from digenrl.extensions.planner.reading import workload_of
+from digenrl.extensions.planner.scoring import score_flops
 from digenrl.extensions.planner.workload import Workload, counted_models
 from digenrl.hardware import parse_hardware
 
@@ -52,12 +60,12 @@ class Flops:
 
 def flops_of(work: Workload, texts: float) -> Flops:
     """What an RL step of `work` computes when `texts` prompts are encoded in it, on average."""
-    backward = (1 + work.reference) * work.forward_flops() + work.backward_flops()
+    backward = (1 + work.reference) * forward_flops(work) + backward_flops(work)
     return Flops(
-        encode=texts * work.encode_flops(),
-        generate=work.samples * work.steps * work.passes * work.forward_flops(),
-        decode=work.samples * work.decode_flops(),
-        score=work.samples * work.score_flops(),
+        encode=texts * encode_flops(work),
+        generate=work.samples * work.steps * work.passes * forward_flops(work),
+        decode=work.samples * decode_flops(work),
+        score=work.samples * score_flops(work.rewards),
         train=work.cells * work.passes * backward,
     )
 
@@ -92,7 +100,7 @@ def planned(costing: Costing) -> float:
         for how in ("ddp", "hsdp", "fsdp")
     )
     ways = [way for base in bases if (way := fit_candidate(costing, base)) is not None]
-    best = find_fastest(costing, ways, costing.step_bound())
+    best = find_fastest(costing, ways, step_bound(costing))
     return float("nan") if best is None else best.step_s
 
 
@@ -145,7 +153,7 @@ def main(words: list[str]) -> int:
         work, hardware = workload_of(composed), parse_hardware(composed.settings.hardware)
         costings = [Costing(each, hardware) for each in (before(work), work)]
         bounds, steps = (
-            [each.step_bound() for each in costings],
+            [step_bound(each) for each in costings],
             [planned(each) for each in costings],
         )
         cells = []

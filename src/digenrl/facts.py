@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import yaml
 
@@ -35,6 +35,92 @@ class Latents:
     """Latent pixels per token and side."""
 
 
+class FlopsPoint(TypedDict):
+    """FLOPs that were counted of one forward of a sample."""
+
+    tokens: int
+    text: int
+    """Text tokens."""
+    flops: float
+
+
+class Fitted(TypedDict):
+    """Bytes of a forward: `forward`, and for each row what it takes itself, for each of its tokens
+    and for each of its text tokens."""
+
+    forward: float
+    row: float
+    token: float
+    text: float
+
+
+class Encoders(TypedDict):
+    """Text encoders of a model."""
+
+    parameters: int
+    tokens: int
+    """Tokens of a prompt."""
+
+
+class DecoderBytes(TypedDict):
+    """Peak bytes of decoding: fixed, by pixel, by frame, by both."""
+
+    fixed: float
+    pixel: float
+    frame: float
+    both: float
+
+
+class Decoder(TypedDict):
+    """Counts of the VAE's decoder."""
+
+    parameters: int
+    flops_per_latent_pixel_frame: float
+    bytes: DecoderBytes
+
+
+class ModelSizes(TypedDict):
+    """Sizes of one model. The first keys are published and written by hand, from `parameters` on
+    they are counted. Counts that depend on training have "full", "attn" and "attn_ff" (all weights,
+    LoRA on attention, LoRA on feed-forwards too)."""
+
+    network: Mapping[str, Any]
+    """Arguments of the transformer's class."""
+    period: NotRequired[int]
+    """Number of blocks whose mean stands for every block, if blocks differ (else 1)."""
+    encoders: Encoders
+    points: list[list[int]]
+    """[frames, rows, columns] of tokens at which FLOPs are counted."""
+    blocks: int
+    hidden: int
+    attention_blocks: int
+    text_tokens: int
+    joint_attention: bool
+    """Whether text goes through the blocks."""
+    padded: NotRequired[int]
+    """Text tokens in addition to `model.max_sequence_length`, up to which every prompt is padded.
+    Absent if padding is cut."""
+    parameters: int
+    largest_block_parameters: int
+    outside_parameters: int
+    """Parameters outside the blocks."""
+    buffers: NotRequired[int]
+    """Numbers in the buffers that the network stores."""
+    tensors: int
+    lora_parameters_per_rank: Mapping[str, int]
+    flops: list[FlopsPoint]
+    """Four points: few and many tokens, each with much and with little text."""
+    kept_bytes: Mapping[str, Mapping[str, Fitted]]
+    """Training -> mode of `digenrl.recompute` -> bytes that a unit of blocks keeps."""
+    beside_bytes: Mapping[str, Mapping[str, Fitted]]
+    """Training -> mode -> bytes beside those that blocks keep."""
+    repeated_flops: Mapping[str, Mapping[str, float]]
+    """Training -> mode -> share of a forward's FLOPs outside attention that a backward repeats."""
+    forward_bytes: Mapping[str, Fitted]
+    """Training -> peak bytes of a denoising step."""
+    decode: Decoder
+
+
 @dataclass(frozen=True)
 class Facts:
     """Facts of one model family."""
@@ -48,18 +134,8 @@ class Facts:
     tiny: Mapping[str, Any] = field(default_factory=dict)
     """Parts of the tiny pipeline, in the order in which weights are drawn
     (`digenrl.models.tiny`)."""
-    models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Option of configs/model -> its published sizes, by hand, and its counts.
-
-    - network: arguments of the transformer's class.
-    - period: number of blocks whose mean stands for every block, if blocks differ (else 1).
-    - encoders: parameters of the text encoders, tokens of a prompt.
-    - points: [frames, rows, columns] of tokens at which FLOPs are counted.
-    - blocks, attention_blocks, hidden, text_tokens: numbers of the network.
-    - joint_attention: whether text goes through the blocks.
-    - padded: text tokens in addition to `model.max_sequence_length`, up to which every prompt is
-      padded. Absent if padding is cut.
-    """
+    models: Mapping[str, ModelSizes] = field(default_factory=dict)
+    """Option of configs/model -> its sizes. A model that nobody has counted has no counts."""
     latents: Latents = Latents()
     own_levels: str = ""
     """Part of a sample that the network denoises on noise levels of its own ("sound"). A solver

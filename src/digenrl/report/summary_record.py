@@ -46,8 +46,8 @@ class Planned(TypedDict, total=False):
 
     schedule: str
     step_s: float
-    sync_step_s: float
-    """Seconds of a step with schedule=sync."""
+    sync_step_s: float | None
+    """Seconds of a step with schedule=sync; None where that does not fit."""
 
 
 class Summary(TypedDict):

@@ -15,14 +15,27 @@ from benchmarks.calibration import FORWARD, TRAINING, main, predicted, stage
 from benchmarks.schedule import bench_of
 from digenrl.extensions.planner import advice, enumeration
 from digenrl.extensions.planner import costing as costing_module
+from digenrl.extensions.planner.bound import seconds_per_unit, step_bound
 from digenrl.extensions.planner.candidate import Candidate
-from digenrl.extensions.planner.costing import Costing
-from digenrl.extensions.planner.costs import COLLECTIVE_SECONDS, CONNECTION_GB_S, Costs
+from digenrl.extensions.planner.costing import Costing, _match_slowest
+from digenrl.extensions.planner.costs import Costs
 from digenrl.extensions.planner.enumeration import step_batches
 from digenrl.extensions.planner.floor import training_floor
 from digenrl.extensions.planner.gpus import GPUS, efficiency_of
+from digenrl.extensions.planner.links import (
+    COLLECTIVE_SECONDS,
+    CONNECTION_GB_S,
+    deliver_seconds,
+    exchange_seconds,
+    fetch_seconds,
+    publish_seconds,
+    ring_bandwidth,
+    send_seconds,
+)
 from digenrl.extensions.planner.outcome import SLOWER_GENERATION, simulate_candidate
+from digenrl.extensions.planner.placement import Placement
 from digenrl.extensions.planner.reading import has_counted_sizes
+from digenrl.extensions.planner.scoring import judge_seconds
 from digenrl.extensions.planner.virtual_cluster import Cluster, VirtualRank
 from digenrl.extensions.planner.virtual_run import simulate_run
 from digenrl.extensions.planner.workload import Workload
@@ -72,14 +85,14 @@ def test_gpus_that_differ_by_their_links_compute_alike() -> None:
 def test_a_search_keeps_of_a_simulation_its_seconds_alone() -> None:
     costing = Costing(WORK, Hardware((POOL,)))
     found = costing.make_candidate(4, 4)
-    quick = simulate_candidate(costing, found, costing.step_bound(), steps=2)
-    exact = simulate_candidate(costing, found, costing.step_bound(), exact=True, steps=2)
+    quick = simulate_candidate(costing, found, step_bound(costing), steps=2)
+    exact = simulate_candidate(costing, found, step_bound(costing), exact=True, steps=2)
     assert (quick.result.made, quick.result.trained, quick.result.spans) == ((), (), ())
     assert exact.result.made
     assert exact.result.trained
     assert not exact.result.spans, "nobody asked for them"
     assert simulate_candidate(
-        costing, found, costing.step_bound(), exact=True, trace=True, steps=1
+        costing, found, step_bound(costing), exact=True, trace=True, steps=1
     ).result.spans
     assert quick.step_s == pytest.approx(exact.step_s, rel=0.05)
 
@@ -87,7 +100,7 @@ def test_a_search_keeps_of_a_simulation_its_seconds_alone() -> None:
 def test_the_figures_of_an_outcome_fit_each_other() -> None:
     costing = Costing(WORK, Hardware((POOL,)))
     found = simulate_candidate(
-        costing, costing.make_candidate(4, 4), costing.step_bound(), exact=True
+        costing, costing.make_candidate(4, 4), step_bound(costing), exact=True
     )
     causes = {row["cause"]: row["seconds"] for row in found.limits}
     assert sum(causes.values()) == pytest.approx(found.step_s - found.bound_s)
@@ -107,7 +120,7 @@ def test_the_figures_of_an_outcome_fit_each_other() -> None:
     gpu_s = 8 * found.result.steps * found.step_s
     assert sum(found.bubble.values()) == pytest.approx(waiting / gpu_s)
     assert found.efficiency == pytest.approx(found.bound_s / found.step_s)
-    colocated = simulate_candidate(costing, costing.make_candidate(8, 0), costing.step_bound())
+    colocated = simulate_candidate(costing, costing.make_candidate(8, 0), step_bound(costing))
     slow = (
         colocated.simulated_seconds(None, "trainer")
         * colocated.step_s
@@ -124,7 +137,7 @@ def test_trainers_that_share_weights_generate_as_slowly_as_the_slowest_of_them()
         ([4.0, 5.0, 1.0, 2.0, 9.0], 4, [5.0, 5.0, 5.0, 5.0, 9.0]),
         ([4.0, 5.0, 1.0, 2.0, 9.0], 1, [4.0, 5.0, 1.0, 2.0, 9.0]),
     ):
-        assert Costing._match_slowest(list(steps), 4, shards) == wanted
+        assert _match_slowest(list(steps), 4, shards) == wanted
 
 
 @pytest.mark.parametrize(
@@ -211,7 +224,7 @@ def test_steps_in_one_forward_share_what_sharding_exposes() -> None:
     pool = costing.hardware.pools[0]
     volume = 8 * work.sizes["parameters"] * 7 / 8
     latency = 3 * COLLECTIVE_SECONDS * work.sizes["attention_blocks"]
-    gathering = volume / costing.costs.ring_bandwidth([pool], 8) + latency
+    gathering = volume / ring_bandwidth([pool], 8) + latency
     assert costing.costs.sharding_seconds([pool], 8) == pytest.approx(gathering)
     for k in (1, 5):
         trial = held.with_changes(tsp_batch=k)
@@ -244,7 +257,7 @@ def test_a_row_that_is_not_known_is_named_and_not_counted(
     "experiment", ["wan21_flowgrpo", "flux1_flowgrpo", "hunyuanvideo_dancegrpo"]
 )
 def test_an_h100_is_three_to_four_times_a_4090(experiment: str) -> None:
-    table = bench_of(experiment, "unequal")[0].seconds_per_unit()
+    table = seconds_per_unit(bench_of(experiment, "unequal")[0])
     for part in ("generate", "train"):
         assert 3.1 <= (table[part]["slow"] or 0.0) / (table[part]["fast"] or 1.0) <= 3.9
 
@@ -268,12 +281,14 @@ def test_publication_is_charged_as_it_is_sent() -> None:
     """A copy in 16 bit for each other node with rollouts; inside a node the network has nothing to
     do."""
     hardware = Hardware((replace(POOL, count=24),))
-    costing, gigabytes = Costing(WORK, hardware), 2 * WORK.trained_parameters / 1e9
+    gigabytes = 2 * WORK.trained_parameters / 1e9
     for rollouts, others in ((4, 0), (8, 1), (20, 2)):
-        assert costing.other_nodes(assign_ranks(hardware, 4, rollouts)).total() == others
-    costs, link = Costs(WORK, hardware), POOL.inter_gb_s * efficiency_of(POOL).network
-    assert costs.publish_seconds([POOL], 0) == pytest.approx(gigabytes / CONNECTION_GB_S + 5e-3)
-    assert costs.publish_seconds([POOL], 100) == pytest.approx(100 * gigabytes / link + 5e-3)
+        assert (
+            Placement(hardware, assign_ranks(hardware, 4, rollouts)).other_nodes.total() == others
+        )
+    link = POOL.inter_gb_s * efficiency_of(POOL).network
+    assert publish_seconds(WORK, [POOL], 0) == pytest.approx(gigabytes / CONNECTION_GB_S + 5e-3)
+    assert publish_seconds(WORK, [POOL], 100) == pytest.approx(100 * gigabytes / link + 5e-3)
 
 
 def test_measured_seconds_of_each_stage_replace_computed_ones() -> None:
@@ -289,12 +304,11 @@ def test_measured_seconds_of_each_stage_replace_computed_ones() -> None:
 def test_what_a_context_group_exchanges_is_charged(context: int) -> None:
     """Queries, keys, values and outputs of each attention: of a rank's share of the tokens all but
     its own part leaves it."""
-    costs = Costs(WORK, Hardware((POOL,)))
     leaves = 2 * WORK.passes * WORK.block_bytes / context * (context - 1) / context
-    each = leaves / costs.ring_bandwidth([POOL], context) + COLLECTIVE_SECONDS
+    each = leaves / ring_bandwidth([POOL], context) + COLLECTIVE_SECONDS
     exchanges = 4 * 3 * WORK.sizes["attention_blocks"]
-    assert costs._exchange_seconds(POOL, 2, 3, context) == pytest.approx(exchanges * each)
-    assert costs._exchange_seconds(POOL, 2, 3, 1) == 0.0
+    assert exchange_seconds(WORK, POOL, 2, 3, context) == pytest.approx(exchanges * each)
+    assert exchange_seconds(WORK, POOL, 2, 3, 1) == 0.0
 
 
 FAR = replace(POOL, name="far", count=16)
@@ -323,9 +337,11 @@ def test_trainers_stand_in_one_place_and_rollouts_where_there_is_room() -> None:
 
 def test_a_line_is_charged_for_what_is_sent_over_it() -> None:
     costs, version = Costs(WORK, Hardware((POOL,))), 2 * WORK.trained_parameters
-    assert costs.fetch_seconds(APART, 2) == pytest.approx(2 * version / 12.5e6 + 0.02)
+    assert fetch_seconds(costs.work, APART, 2) == pytest.approx(2 * version / 12.5e6 + 0.02)
     latents = 2 * WORK.trained_steps * WORK.latent_elements * WORK.storage_bytes
-    assert costs.send_seconds(APART, 1) == pytest.approx((latents + 2 * 512 * 4096) / 12.5e6 + 0.02)
+    assert send_seconds(costs.work, APART, 1) == pytest.approx(
+        (latents + 2 * 512 * 4096) / 12.5e6 + 0.02
+    )
 
 
 def test_a_slow_line_bounds_a_simulated_step() -> None:
@@ -341,7 +357,7 @@ def test_a_slow_line_bounds_a_simulated_step() -> None:
     near, far = step(None), step(APART)
     costs = Costs(WORK, Hardware((POOL,)))
     # one after the other
-    least = WORK.samples * costs.send_seconds(APART, 1) + costs.fetch_seconds(APART, 1)
+    least = WORK.samples * send_seconds(costs.work, APART, 1) + fetch_seconds(costs.work, APART, 1)
     assert max(near, least) <= far <= least + near
     assert step(Line(1e6)) == pytest.approx(near, rel=1e-3)
 
@@ -358,15 +374,17 @@ def test_rewards_on_gpus_of_their_own_are_charged_in_gpus_and_seconds() -> None:
     assert (own.hardware.gpus, own.hardware.booked) == (14, 16)
     (there,), (here,) = own.hardware.pools, shared.hardware.pools
     assert own.costs.score_seconds(there, 1) == 0 < shared.costs.score_seconds(here, 1)
-    one = own.costs.judge_seconds(there)
+    one = judge_seconds(own.costs.work, there)
     assert one == pytest.approx(shared.costs.score_seconds(here, 1))
     assert own.costs.judged_seconds() == pytest.approx(WORK.samples * one / 2)  # a judge a node
-    late = own.costs.deliver_seconds([there], 4) - shared.costs.deliver_seconds([here], 4)
+    late = deliver_seconds(own.costs.work, [there], 4) - deliver_seconds(
+        shared.costs.work, [here], 4
+    )
     assert late == pytest.approx(4 * one)
     assert shared.costs.judged_seconds() == 0
     pool["efficiency"] = {"score": 0.01}
     bound = costing(1, judged=("edit_reward",))
-    slow = simulate_candidate(bound, bound.make_candidate(7, 7), bound.step_bound(), steps=2)
+    slow = simulate_candidate(bound, bound.make_candidate(7, 7), step_bound(bound), steps=2)
     assert slow.result.step_s < bound.costs.judged_seconds() == slow.step_s
 
 
@@ -451,9 +469,11 @@ def test_a_version_crosses_a_slow_line_as_a_difference() -> None:
     work, slow, fast = replace(WORK, compressed=True), Line(0.0125, 0.02), Line(10.0, 0.0)
     size = 2 * work.trained_parameters / 1e9
     costs, plain = (Costs(each, Hardware((POOL,))) for each in (work, WORK))
-    assert plain.fetch_seconds(slow, 2) == pytest.approx(2 * size / 0.0125 + 0.02)
-    assert costs.fetch_seconds(slow, 2) == pytest.approx(size / 0.2 + 0.2 * size / 0.0125 + 0.02)
-    assert costs.fetch_seconds(fast, 2) == plain.fetch_seconds(fast, 2)
+    assert fetch_seconds(plain.work, slow, 2) == pytest.approx(2 * size / 0.0125 + 0.02)
+    assert fetch_seconds(costs.work, slow, 2) == pytest.approx(
+        size / 0.2 + 0.2 * size / 0.0125 + 0.02
+    )
+    assert fetch_seconds(costs.work, fast, 2) == fetch_seconds(plain.work, fast, 2)
 
 
 @pytest.mark.parametrize(("relayed", "copies"), [(True, 2), (False, 8)])
@@ -465,7 +485,7 @@ def test_a_version_is_held_once_on_a_machine_and_where_it_arrived(
     home, other = replace(POOL, name="home"), replace(POOL, name="other")
     costing = Costing(work, Hardware((home, other)))
     placed = costing.make_candidate(4, 12, recompute=Recompute())
-    gib, pools = costing.host_gib(placed), {name for name, _ in costing.placed_ranks(placed)}
+    gib, pools = costing.host_gib(placed), {name for name, _ in costing.place_ranks(placed).ranks}
     version = 2 * work.trained_parameters / 2**30
     assert pools == {"home", "other"}
     assert gib["other"] == pytest.approx(copies * version, rel=0.01)

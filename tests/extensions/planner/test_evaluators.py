@@ -9,6 +9,7 @@ from digenrl import config
 from digenrl.advisor import PlainAdvisor
 from digenrl.cli.extensions import choose_advisor
 from digenrl.config.settings import Settings
+from digenrl.extensions.planner.bound import step_bound
 from digenrl.extensions.planner.cli.plan import booking_of
 from digenrl.extensions.planner.outcome import simulate_candidate
 from digenrl.extensions.planner.plan_text import Booking, evaluation_words
@@ -50,7 +51,7 @@ def test_a_plan_books_the_shorter_of_both_and_says_whose_it_is(trainers: int) ->
         costing, drawn = costing_of(composed), drawn_of(settings)
         assert drawn is not None
         candidate = candidate_of(settings, trainers, 48 - trainers, costing.work.trained_steps)
-        outcome = simulate_candidate(costing, candidate, costing.step_bound())
+        outcome = simulate_candidate(costing, candidate, step_bound(costing))
         plans[who] = (Booking(100, None, 11, drawn).gpu_hours(outcome), outcome, drawn)
     hours, outcome, drawn = plans["auto"]
     assert hours <= 1.001 * min(plans["trainers"][0], plans["rollouts"][0])

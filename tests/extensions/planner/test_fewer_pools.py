@@ -8,6 +8,7 @@ import shlex
 import pytest
 
 from digenrl import config as configuration
+from digenrl.extensions.planner.bound import step_bound
 from digenrl.extensions.planner.cli.plan import idle_pool_advice, plan_experiment
 from digenrl.extensions.planner.fewer_pools import faster_without
 from digenrl.extensions.planner.planner import PlanError
@@ -48,5 +49,5 @@ def test_no_pool_is_left_out_that_helps_or_is_alone() -> None:
     for hardware in ("node_8xh100", "testbed_ac"):
         composed = configuration.load(["experiment=wan21_flowgrpo", f"hardware={hardware}"], "plan")
         costing = costing_of(composed)
-        assert faster_without(costing, costing.step_bound(), 3, asynchronous=False) is None
-    assert math.isfinite(costing.step_bound())
+        assert faster_without(costing, step_bound(costing), 3, asynchronous=False) is None
+    assert math.isfinite(step_bound(costing))

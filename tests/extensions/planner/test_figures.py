@@ -20,7 +20,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, is_typeddict
 
 import pytest
 import yaml
@@ -30,15 +30,35 @@ from digenrl.advisor import ModelPlacement
 from digenrl.extensions import planner
 from digenrl.extensions.planner import costs, gpus
 from digenrl.extensions.planner.advice import PlannerAdvisor, planned_split
+from digenrl.extensions.planner.bound import (
+    bound_of_roles,
+    seconds_per_unit,
+    step_bound,
+    work_units,
+)
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.cli import plan as plan_command
 from digenrl.extensions.planner.cli.plan import booking_of
 from digenrl.extensions.planner.costing import Costing
+from digenrl.extensions.planner.counts import (
+    attention_flops,
+    backward_flops,
+    beside_bytes,
+    decode_flops,
+    encode_flops,
+    forward_bytes,
+    forward_flops,
+    generating_flops,
+    kept_bytes,
+    repeated_bytes,
+    repeated_flops,
+)
 from digenrl.extensions.planner.enumeration import (
     _around_balance,
     _balanced_trainers,
     _schedule_candidates,
     colocated_candidates,
+    context_sizes,
     disaggregated_candidates,
     fit_candidate,
     is_allowed,
@@ -47,7 +67,20 @@ from digenrl.extensions.planner.enumeration import (
     step_batches,
     task_sizes,
 )
+from digenrl.extensions.planner.evaluation import evaluation_seconds
 from digenrl.extensions.planner.floor import busiest_seconds, floor_seconds, training_floor
+from digenrl.extensions.planner.links import (
+    adopt_seconds,
+    deliver_seconds,
+    exposed_seconds,
+    fetch_seconds,
+    publish_seconds,
+    reduce_seconds,
+    ring_bandwidth,
+    send_seconds,
+    snapshot_seconds,
+    task_bytes,
+)
 from digenrl.extensions.planner.measured import computed_seconds, with_measured
 from digenrl.extensions.planner.memory import decode_bytes, moment_bytes, saved_bytes
 from digenrl.extensions.planner.outcome import simulate_candidate
@@ -62,6 +95,12 @@ from digenrl.extensions.planner.plan_text import (
 from digenrl.extensions.planner.planner import PlanError, _apply_choices, make_plan, sync_run
 from digenrl.extensions.planner.reading import candidate_of, costing_of, fixed_choices
 from digenrl.extensions.planner.remedies import find_remedy
+from digenrl.extensions.planner.scoring import (
+    judge_flops,
+    judge_seconds,
+    score_cpu_seconds,
+    score_flops,
+)
 from digenrl.extensions.planner.virtual_cluster import (
     Cluster,
     Disturbance,
@@ -160,23 +199,33 @@ def of_gpus() -> Iterator[str]:
     yield shown((gpus.BACKWARD_LAUNCHES, gpus.SCALED))
 
 
+COUNTS: tuple[Callable[[Workload], float], ...] = (
+    attention_flops, backward_flops, decode_flops, encode_flops, forward_flops, generating_flops,
+)  # fmt: skip
+
+
 def of_work(work: Workload) -> Iterator[str]:
+    judged = f"judge_flops {shown(judge_flops(work.judged))}"
+    scored = f"score_flops {shown(score_flops(work.rewards))}"
+    delayed = f"score_cpu_seconds {shown(score_cpu_seconds(work.rewards))}"
+    counted = [f"{count.__name__} {shown(count(work))}" for count in COUNTS]
+    lines = sorted([*all_of(work), *counted, judged, scored, delayed])
     yield from (
         line
-        for line in all_of(work)
+        for line in lines
         if not line.startswith(("facts ", "sizes ", *(f"{f.name} " for f in fields(work))))
     )
     for mode in ("all", "products", "attention", "inputs"):
-        kept = [work.kept_bytes(mode, rows, context) for rows in (1, 6) for context in (1, 2)]
-        row = *kept, work.repeated_flops(mode), work.repeated_bytes(mode)
+        kept = [kept_bytes(work, mode, rows, context) for rows in (1, 6) for context in (1, 2)]
+        row = *kept, repeated_flops(work, mode), repeated_bytes(work, mode)
         yield f"{mode}: {shown(row if mode != 'all' else kept)}"
     beside = [
-        work.beside_bytes(mode, rows, context)
+        beside_bytes(work, mode, rows, context)
         for mode in ("all", "inputs")
         for rows in (1, 6)
         for context in (1, 2)
     ]
-    yield f"beside {shown(beside)} forward {shown(map(work.forward_bytes, (1, 6)))}"
+    yield f"beside {shown(beside)} forward {shown(map(partial(forward_bytes, work), (1, 6)))}"
     for kept in KEPT:
         both = [(f(work, 6, kept), f(work, 6, kept, 2)) for f in (saved_bytes, moment_bytes)]
         yield f"{shown(kept)}: {shown(both)}"
@@ -191,26 +240,27 @@ def of_costs(work: Workload) -> Iterator[str]:
         Hardware((SLOW,), {**measured, "train": {"slow": 0.5}}),
     ):
         own, pools = costs.Costs(work, hardware), list(hardware.pools)
-        yield shown((own.judged_seconds(), own.adopt_seconds(), own.snapshot_seconds(pools)))
+        yield shown((own.judged_seconds(), adopt_seconds(work), snapshot_seconds(work, pools)))
         for pool in pools:
             yield f"{pool.name} {shown(own.figure_source(stage, pool) for stage in costs.STAGES)}"
             yield shown(own.step_seconds(pool, size) for size in (1, 8))
             yield shown(own.encode_seconds(pool, cached) for cached in (True, False))
             yield shown(own.decode_seconds(pool, 3, cached) for cached in (True, False))
-            yield shown((own.score_seconds(pool, 3), own.judge_seconds(pool)))
+            yield shown((own.score_seconds(pool, 3), judge_seconds(own.work, pool)))
             for kept in KEPT:
                 cells = [own.cell_seconds(pool, *rows, kept) for rows in ((1, 1), (1, 4), (4, 2))]
                 yield shown((*cells, own.cell_seconds(pool, 4, 2, kept, 2)))
             yield shown(own.optimizer_seconds(pool, shards) for shards in (1, 4))
-            yield shown(own.exposed_seconds(pool, *s) for s in ((1.0, 0.1), (1.0, 9.0)))
+            yield shown(exposed_seconds(pool, *s) for s in ((1.0, 0.1), (1.0, 9.0)))
         for some in ([pools[0]], pools):
-            yield shown(own.ring_bandwidth(some, ranks) for ranks in (2, 8))
+            yield shown(ring_bandwidth(some, ranks) for ranks in (2, 8))
             yield shown(own.sharding_seconds(some, shards) for shards in (1, 2, 8))
             yield shown((own.gather_seconds(some, 4), own.gather_seconds(some, 4, 4)))
-            yield shown(own.reduce_seconds(some, *n) for n in ((1,), (4,), (2, 4)))
-            yield shown((*map(partial(own.publish_seconds, some), (0, 3)), own.task_bytes(3)))
-            yield shown((own.deliver_seconds(some, 3),))
-    yield shown((own.send_seconds(LINE, 3), own.fetch_seconds(LINE, 2)))
+            yield shown(reduce_seconds(own.work, some, *n) for n in ((1,), (4,), (2, 4)))
+            published = map(partial(publish_seconds, work, some), (0, 3))
+            yield shown((*published, task_bytes(work, 3)))
+            yield shown((deliver_seconds(own.work, some, 3),))
+    yield shown((send_seconds(own.work, LINE, 3), fetch_seconds(own.work, LINE, 2)))
 
 
 def of_cluster(cluster: Cluster) -> Iterator[str]:
@@ -225,8 +275,8 @@ def of_costing(work: Workload) -> Iterator[str]:
     drawn = Drawn(5, 4, 12, 2)
     some = (one, replace(one, hardware=Hardware((FAST, SLOW))), two)
     for costing in some if work in (FLUX, VIDEO) else some[:1]:
-        yield f"bound {shown(costing.step_bound())} {shown(costing.seconds_per_unit())}"
-        yield f"{shown(costing.work_units())} {shown(costing.figure_sources())}"
+        yield f"bound {shown(step_bound(costing))} {shown(seconds_per_unit(costing))}"
+        yield f"{shown(work_units(costing.work))} {shown(costing.costs.figure_sources())}"
         for trainers, rollouts, choices in (
             (8, 0, {"sharding": "fsdp", "tsp_batch": 2}),
             (4, 4, {"tag": True, "encoders": True}),
@@ -243,12 +293,13 @@ def of_costing(work: Workload) -> Iterator[str]:
             yield f"  {'; '.join(costing.find_misfits(held))} {shown(costing.host_gib(held))}"
             yield from of_cluster(costing.build_cluster(held))
             seconds = costing.cell_seconds(held), costing.least_cell_seconds(held)
-            yield f"  {shown((*seconds, costing.step_floor(held), costing.bound_of_roles(held)))}"
-            yield f"  {shown(costing.schedule_spec(held).shares)} {shown(costing.context_sizes(held))}"
+            yield f"  {shown((*seconds, costing.step_floor(held), bound_of_roles(costing, held)))}"
+            yield f"  {shown(costing.schedule_spec(held).shares)} {shown(context_sizes(costing, held))}"
             kept = [
-                costing.choose_recompute(held, pool) for pool, _ in costing.trainers_by_pool(held)
+                costing.choose_recompute(held, pool)
+                for pool, _ in costing.place_ranks(held).trainers_by_pool
             ]
-            yield f"  {shown(kept)} {shown(costing.evaluation_seconds(drawn, held))}"
+            yield f"  {shown(kept)} {shown(evaluation_seconds(costing, drawn, held))}"
             yield f"  {find_remedy(costing, held)}"
 
 
@@ -472,7 +523,7 @@ def of_drawn_searches() -> Iterator[str]:
         draw = Drawing(seed)
         costing = drawn_costing(draw)
         gpus, trained = costing.hardware.gpus, costing.work.trained_steps
-        yield f"{seed} {shown((costing.step_bound(), task_sizes(costing)))} {gpus} GPUs"
+        yield f"{seed} {shown((step_bound(costing), task_sizes(costing)))} {gpus} GPUs"
         for trainers in {1, draw.number(1, gpus), gpus}:
             held = costing.make_candidate(
                 trainers, gpus - trainers, sharding=draw.of(["ddp", "hsdp", "fsdp"]) if trainers > 1 else "ddp",
@@ -491,7 +542,7 @@ def of_drawn_searches() -> Iterator[str]:
             seconds = (
                 costing.cell_seconds(fits),
                 costing.step_floor(fits),
-                costing.bound_of_roles(fits),
+                bound_of_roles(costing, fits),
             )
             gib = [use.gib for use in costing.rank_memory(fits).values()]
             yield f"  {shown((fits.spec.tsp_batch, fits.encoders, *seconds, gib))}"
@@ -560,7 +611,7 @@ def of_outcomes(work: Workload) -> Iterator[str]:
         if not is_allowed(costing, held):
             continue
         for exact in (True, False):
-            found = simulate_candidate(costing, held, costing.step_bound(), exact)
+            found = simulate_candidate(costing, held, step_bound(costing), exact)
             yield f"{held.name} {shown((found.step_s, found.quick_s, found.coarse, found.settled))}"
             waits = {cause: part for cause, part in found.bubble.items() if part > 1e-9}
             yield shown((found.expected_s, found.efficiency, waits))
@@ -636,7 +687,8 @@ def of_assumptions() -> Iterator[str]:
             if name.strip("_").isupper() and " at 0x" not in repr(value):
                 yield f"  {name} {shown(value)}"
             own = getattr(value, "__module__", "") == module.__name__ and callable(value)
-            if not own or (inspect.isclass(value) and issubclass(value, Exception)):
+            record = is_typeddict(value)
+            if not own or record or (inspect.isclass(value) and issubclass(value, Exception)):
                 continue
             methods = [each for each in vars(value).values() if inspect.isfunction(each)]
             for function in [value, *methods] if inspect.isclass(value) else [value]:

@@ -14,7 +14,9 @@ import pytest
 from digenrl import config as configuration
 from digenrl.config import Composed
 from digenrl.extensions.planner.advice import PlannerAdvisor, memory_lines
+from digenrl.extensions.planner.bound import step_bound
 from digenrl.extensions.planner.cli.plan import as_configured
+from digenrl.extensions.planner.counts import kept_bytes
 from digenrl.extensions.planner.plan_text import memory_by_role
 from digenrl.extensions.planner.reading import candidate_of, costing_of, drawn_of, has_counted_sizes
 from digenrl.settle import settle_run, with_task_size
@@ -311,7 +313,7 @@ def test_what_waits_on_the_host_is_counted_shown_and_refused() -> None:
     assert host() == pytest.approx(2 * version + pictures)
     version = 2 * version + pictures  # what does not depend on the activations
     rows = loaded(*base).settings.sampling.task_size * work.passes
-    waiting = 4 * work.sizes["blocks"] * work.kept_bytes("all", rows) / 2**30
+    waiting = 4 * work.sizes["blocks"] * kept_bytes(work, "all", rows) / 2**30
     assert host(offload) == pytest.approx(version + waiting)
     node = "+hardware.pools.h100.host_gib={}".format
     assert host(offload, node(1.2 * (version + waiting))) == pytest.approx(version + waiting)
@@ -331,7 +333,7 @@ def test_stored_prompts_cost_no_step_anything() -> None:
         seconds[store] = (
             costing.build_cluster(costing.make_candidate(4, 4)).ranks[-1].encode_seconds
         )
-        bounds[store] = costing.step_bound()
+        bounds[store] = step_bound(costing)
     assert seconds["auto"] == 0.0 < seconds["null"]
     assert bounds["auto"] < bounds["null"]
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 import pytest
 
+from digenrl.extensions.planner.bound import step_bound
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.floor import (
     _makespan,
@@ -48,7 +49,7 @@ def test_no_simulated_step_is_shorter_than_its_floor(
 ) -> None:
     nodes = tuple(replace(pool, per_node=2) for pool in pools)
     costing = Costing(replace(FLUX, updates_split=split, trained_samples=trained), Hardware(nodes))
-    bound, gpus, ratios = costing.step_bound(), costing.hardware.gpus, []
+    bound, gpus, ratios = step_bound(costing), costing.hardware.gpus, []
     choices = itertools.product(
         (1, gpus // 2, gpus - 1, gpus), ("ddp", "hsdp", "fsdp"), (1, 4), (0, 4), (False, True)
     )
@@ -98,7 +99,7 @@ def test_the_busiest_of_unequal_replicas_bounds_the_step_where_fragments_have_fe
     costing = Costing(FLUX, Hardware((FAST, replace(SLOW, count=8))))
     base = costing.make_candidate(8, 4, sharding="ddp", task_size=8, gap=1, first="slow")
     candidate = base.with_changes(shares=True)
-    step = simulate_candidate(costing, candidate, costing.step_bound(), exact=True).step_s
+    step = simulate_candidate(costing, candidate, step_bound(costing), exact=True).step_s
     busiest = busiest_seconds(costing.schedule_spec(candidate), costing.build_cluster(candidate))
     assert 0.9 * step < busiest <= step
     assert costing.step_floor(candidate) < 0.7 * step

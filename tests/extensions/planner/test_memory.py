@@ -21,9 +21,17 @@ from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.sigmas import static_grid
 from digenrl.diffusion.steps import StepPlan
+from digenrl.extensions.planner.counts import (
+    attention_flops,
+    beside_bytes,
+    forward_flops,
+    kept_bytes,
+    repeated_flops,
+)
 from digenrl.extensions.planner.memory import (
     GIB,
     RESERVED,
+    TrainerLoad,
     decode_bytes,
     generating_bytes,
     moment_bytes,
@@ -64,7 +72,7 @@ def test_flops_hit_the_counted_points_and_the_reference_between_them() -> None:
         (Workload("sd35_medium", 1024, 1024, 1, 10, 9, 1, 2, 1, True, 32), 10.9),
     ]
     for work, tflops in cases:
-        assert work.forward_flops() / 1e12 == pytest.approx(tflops, rel=0.01)
+        assert forward_flops(work) / 1e12 == pytest.approx(tflops, rel=0.01)
 
 
 def test_branches_that_run_one_after_the_other_need_the_room_of_one() -> None:
@@ -102,17 +110,17 @@ def test_latents_of_scattered_steps_are_held_before_and_behind_each(
 def test_the_peak_of_both_passes_is_that_of_the_loss_or_of_a_block_computed_again() -> None:
     """What blocks keep a part of is between the two that are counted; off-loading waits for one
     block more."""
-    early, again = (FLUX.beside_bytes(mode, 2) for mode in ("all", "inputs"))
+    early, again = (beside_bytes(FLUX, mode, 2) for mode in ("all", "inputs"))
     found = [moment_bytes(FLUX, 2, parse_recompute(grade)) for grade in (*GRADES, "offload")]
     assert (found[0], found[3]) == (int(early), int(again))
     assert sorted(found) == found
-    mean = FLUX.kept_bytes("all", 2) * FLUX.sizes["blocks"] / FLUX.sizes["attention_blocks"]
+    mean = kept_bytes(FLUX, "all", 2) * FLUX.sizes["blocks"] / FLUX.sizes["attention_blocks"]
     assert (
         mean < found[4] - again < 2.5 * mean
     )  # a double block has 2.4 times a single one's weights
     experts = Workload("wan22_a14b", 240, 416, 33, 20, 19, 32, 4, 2, True, 32)
     waits = [moment_bytes(experts, 2, parse_recompute(grade)) for grade in (True, "offload")]
-    assert waits[1] - waits[0] == pytest.approx(experts.kept_bytes("all", 2), rel=0.01)
+    assert waits[1] - waits[0] == pytest.approx(kept_bytes(experts, "all", 2), rel=0.01)
 
 
 @pytest.mark.heavy
@@ -130,7 +138,7 @@ def test_weights_gradients_and_optimizer_are_exact() -> None:
         model.add_adapter(LoraConfig(r=32, lora_alpha=64, target_modules=targets))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert trained == WAN.trained_parameters
-    memory = trainer_memory(WAN, 1, 2, 1, INPUTS, False, False)
+    memory = trainer_memory(WAN, TrainerLoad(1, 2, 1, False, False), INPUTS)
     assert (memory.frozen, memory.trained, memory.gradients, memory.optimizer) == (
         2 * base,
         4 * trained,
@@ -139,19 +147,21 @@ def test_weights_gradients_and_optimizer_are_exact() -> None:
     )
     averaged = replace(WAN, ema=True)
     copies = [
-        trainer_memory(work, 1, 2, 1, INPUTS, False, lends).copies
+        trainer_memory(work, TrainerLoad(1, 2, 1, False, lends), INPUTS).copies
         for work in (replace(WAN, ema=False, updates=2), replace(averaged, updates=2))
         for lends in (False, True)
     ]
     assert copies == [0, 4 * trained, 4 * trained, 8 * trained]
-    sharded = trainer_memory(WAN, 8, 2, 1, INPUTS, False, False)
+    sharded = trainer_memory(WAN, TrainerLoad(8, 2, 1, False, False), INPUTS)
     assert sharded.optimizer == 8 * -(-trained // 8)
     assert (
         sharded.gradients == 4 * trained
     )  # an adapter's wait unsharded for the update's last micro-batch
     full = Workload("wan21_1_3b", 240, 416, 33, 20, 19, 32, 4, 2, True, None)
-    assert trainer_memory(full, 8, 2, 1, INPUTS, False, False).gradients == 4 * -(-base // 8)
-    alone = trainer_memory(full, 1, 1, 1, INPUTS, False, False)
+    assert trainer_memory(full, TrainerLoad(8, 2, 1, False, False), INPUTS).gradients == 4 * -(
+        -base // 8
+    )
+    alone = trainer_memory(full, TrainerLoad(1, 1, 1, False, False), INPUTS)
     assert alone.activations + alone.workspace >= 4 * base + RESERVED  # while the optimizer steps
     assert rollout_memory(full, 2, False).trained == 2 * base  # Adapter.only_generate
     assert rollout_memory(WAN, 2, False).frozen == 2 * base
@@ -163,11 +173,11 @@ def test_layers_outside_the_blocks_are_held_whole_by_sharded_trainers(rank: int 
     is held when their gradients are scattered."""
     tiny, published = replace(FLUX, lora_rank=rank, height=16, width=16, most_text=1), FLUX.sizes
     outside, block = (published[f"{part}_parameters"] for part in ("outside", "largest_block"))
-    held = trainer_memory(tiny, 8, 1, 1, INPUTS, False, False)
+    held = trainer_memory(tiny, TrainerLoad(8, 1, 1, False, False), INPUTS)
     assert held.gathered == (4 if rank else 8) * block + (4 * outside if rank else 0)
-    alone = trainer_memory(tiny, 10**6, 1, 1, INPUTS, False, False)
+    alone = trainer_memory(tiny, TrainerLoad(10**6, 1, 1, False, False), INPUTS)
     assert alone.total - RESERVED >= (4 if rank else 8) * outside
-    assert trainer_memory(tiny, 1, 1, 1, INPUTS, False, False).gathered == 0
+    assert trainer_memory(tiny, TrainerLoad(1, 1, 1, False, False), INPUTS).gathered == 0
 
 
 @pytest.mark.parametrize("rank", [64, None])
@@ -176,7 +186,10 @@ def test_every_rank_holds_the_tables_that_a_network_stores(rank: int | None) -> 
     work = Workload("sd35_medium", 512, 512, 1, 10, 9, 16, 16, 1, True, rank)
     weights, table = 2 * work.sizes["parameters"] if rank else 0, 384**2 * 1536 * (2 if rank else 4)
     assert rollout_memory(work, 1, False).frozen == weights + table
-    assert trainer_memory(work, 8, 1, 1, INPUTS, False, False).frozen == weights // 8 + table
+    assert (
+        trainer_memory(work, TrainerLoad(8, 1, 1, False, False), INPUTS).frozen
+        == weights // 8 + table
+    )
 
 
 GRADES = (False, "products", "attention", True)
@@ -215,10 +228,10 @@ def test_repeated_flops_are_those_of_a_real_build(trained: str) -> None:
     work = Workload(
         "wan21_1_3b", 256, 256, 1, 20, 19, 1, 2, 1, False, 64 if trained == "attn" else None, "attn"
     )
-    rest = work.forward_flops() - work.attention_flops()
+    rest = forward_flops(work) - attention_flops(work)
     for grade in GRADES:
         mode = parse_recompute(grade).modes_of(1)[0]
-        expected = work.repeated_flops(mode) - work.attention_flops() * (grade is True)
+        expected = repeated_flops(work, mode) - attention_flops(work) * (grade is True)
         assert (whole[grade] - whole[False]) / block == pytest.approx(expected / rest, abs=0.08), (
             grade
         )  # half text
@@ -276,7 +289,7 @@ def _counted(
             0
         ]  # casts of weights shrink with the square of the width
         weights = work.sizes["kept_bytes"][trained][mode]["forward"]
-        kept = work.kept_bytes(mode, rows) - weights
+        kept = kept_bytes(work, mode, rows) - weights
         if mode == "all":
             # Facts are a GPU's. Here RMS norms (three of tokens, one of text) keep fp32 copies, and
             # autocast leaves layer norms in 16 bit.
@@ -363,10 +376,16 @@ def test_a_decode_without_tiles_holds_what_is_planned(
 
 def test_lora_and_full_memory_differ_as_they_should() -> None:
     full = Workload("flux1_dev", 512, 512, 1, 6, 5, 48, 24, 2, False, None)
-    assert trainer_memory(full, 1, 1, 1, INPUTS, False, False).total > 16 * full.sizes["parameters"]
-    assert trainer_memory(FLUX, 1, 1, 1, INPUTS, False, False).total < 40 * 2**30
-    assert trainer_memory(FLUX, 1, 2, 4, Recompute(), False, False).activations == pytest.approx(
-        8 * trainer_memory(FLUX, 1, 1, 1, Recompute(), False, False).activations, rel=0.05
+    assert (
+        trainer_memory(full, TrainerLoad(1, 1, 1, False, False), INPUTS).total
+        > 16 * full.sizes["parameters"]
+    )
+    assert trainer_memory(FLUX, TrainerLoad(1, 1, 1, False, False), INPUTS).total < 40 * 2**30
+    assert trainer_memory(
+        FLUX, TrainerLoad(1, 2, 4, False, False), Recompute()
+    ).activations == pytest.approx(
+        8 * trainer_memory(FLUX, TrainerLoad(1, 1, 1, False, False), Recompute()).activations,
+        rel=0.05,
     )
 
 
@@ -393,7 +412,9 @@ def test_a_plan_holds_what_a_gpu_held(
     see what is reserved."""
     work = workload_of(load([f"experiment={experiment}", "hardware=single_gpu"]))
     assert work.text_tokens == text
-    planned = trainer_memory(replace(work, evaluated=1), 1, task, 5, Recompute(), True, False)
+    planned = trainer_memory(
+        replace(work, evaluated=1), TrainerLoad(1, task, 5, True, False), Recompute()
+    )
     assert 1.0 < (planned.total - planned.rewards - RESERVED) / GIB / measured < 1.1
 
 
@@ -411,15 +432,15 @@ def test_text_is_padded_or_cut_as_the_family_does(model: str, most: int | None, 
     work = replace(FLUX, model=model, most_text=most)
     assert work.text_tokens == text
     half = replace(work, most_text=text // 2)
-    assert half.attention_flops() < work.attention_flops()
-    assert half.kept_bytes("all", 2) < work.kept_bytes("all", 2)
+    assert attention_flops(half) < attention_flops(work)
+    assert kept_bytes(half, "all", 2) < kept_bytes(work, "all", 2)
 
 
 @pytest.mark.parametrize(("text", "tflops"), [(128, 15.791), (512, 21.416)])
 def test_flops_follow_the_text(text: int, tflops: float) -> None:
     """FLUX.1 at 512 px. The first is counted by torch between the points of the facts."""
     work = replace(FLUX, most_text=text)
-    assert work.forward_flops() / 1e12 == pytest.approx(tflops, rel=0.001)
+    assert forward_flops(work) / 1e12 == pytest.approx(tflops, rel=0.001)
 
 
 def test_facts_are_counted_for_every_real_model_config(repository: Path) -> None:

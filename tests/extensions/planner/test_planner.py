@@ -27,11 +27,12 @@ from digenrl.config.command_settings import schema_of
 from digenrl.config.validation import keys_of
 from digenrl.extensions.planner import enumeration, planner
 from digenrl.extensions.planner.advice import PlannerAdvisor, planned_split
-from digenrl.extensions.planner.bound import solve_bound
+from digenrl.extensions.planner.bound import seconds_per_unit, solve_bound, step_bound
 from digenrl.extensions.planner.cli import plan as plan_command
 from digenrl.extensions.planner.cli.plan import as_configured
 from digenrl.extensions.planner.costing import Costing
-from digenrl.extensions.planner.enumeration import fit_candidate, task_sizes
+from digenrl.extensions.planner.enumeration import context_sizes, fit_candidate, task_sizes
+from digenrl.extensions.planner.evaluation import evaluation_seconds
 from digenrl.extensions.planner.gpus import efficiency_of
 from digenrl.extensions.planner.outcome import CandidateOutcome, simulate_candidate
 from digenrl.extensions.planner.plan_text import (
@@ -74,7 +75,9 @@ def test_pools_in_two_places_are_planned_with_trainers_in_one() -> None:
     )
     for outcome in plan.outcomes:
         trainers = {
-            pool for pool, role in plan.costing.placed_ranks(outcome.candidate) if role == "trainer"
+            pool
+            for pool, role in plan.costing.place_ranks(outcome.candidate).ranks
+            if role == "trainer"
         }
         assert len(trainers) == 1
         assert outcome.candidate.rollouts
@@ -159,7 +162,7 @@ def test_a_role_of_auto_asks_the_planner_for_the_split(processes: int | None) ->
         for trainers in range(1, ranks)
     ]
     every = [
-        simulate_candidate(costing, split, costing.step_bound()).step_s
+        simulate_candidate(costing, split, step_bound(costing)).step_s
         for split in splits
         if not costing.find_misfits(split)
     ]
@@ -230,7 +233,7 @@ def test_the_choice_is_within_5_percent_of_an_exhaustive_sweep(pools: tuple[Pool
     costing = Costing(FLUX, Hardware(pools))
     best = make_plan(costing).best_of_kind("on_policy")
     assert best is not None
-    gpus, unequal, bound_s = costing.hardware.gpus, len(pools) > 1, costing.step_bound()
+    gpus, unequal, bound_s = costing.hardware.gpus, len(pools) > 1, step_bound(costing)
     firsts = [pool.name for pool in pools] if unequal else [None]
     sweep = []
     for first, trainers, size, gap, tag in itertools.product(
@@ -288,7 +291,7 @@ def test_other_hardware_is_asked_anew() -> None:
     candidate = few.make_candidate(4, 0, sharding="fsdp", recompute=None)
     assert few.build_cluster(candidate).ranks
     slow = replace(few, hardware=Hardware((SLOW,)))
-    assert {pool for pool, _ in slow.placed_ranks(candidate)} == {"slow"}
+    assert {pool for pool, _ in slow.place_ranks(candidate).ranks} == {"slow"}
     assert slow.cell_seconds(candidate) > few.cell_seconds(candidate)
 
 
@@ -300,7 +303,7 @@ def test_roles_of_a_profile_are_obeyed() -> None:
     for outcome in plan.outcomes:
         assert all(
             role == "rollout"
-            for pool, role in outcome.costing.placed_ranks(outcome.candidate)
+            for pool, role in outcome.costing.place_ranks(outcome.candidate).ranks
             if pool == "fast"
         )
     with pytest.raises(
@@ -317,7 +320,7 @@ def test_overrides_name_the_pools_that_the_placement_needs(costing: Costing) -> 
         outcome = simulate_candidate(
             costing,
             costing.make_candidate(trainers, 8 - trainers, first=first),
-            costing.step_bound(),
+            step_bound(costing),
         )
         named = [word for word in train_words(outcome) if word.startswith("hardware")]
         assert named == words
@@ -327,7 +330,7 @@ def test_overrides_name_the_pools_that_the_placement_needs(costing: Costing) -> 
             pools[name] = replace(pools[name], role=word.partition("=")[2])
         hardware = Hardware(tuple(pools.values()))
         assert sorted(assign_ranks(hardware, trainers, 8 - trainers)) == sorted(
-            costing.placed_ranks(outcome.candidate)
+            costing.place_ranks(outcome.candidate).ranks
         )
 
 
@@ -359,7 +362,7 @@ def test_trainers_share_the_tokens_of_what_fits_in_no_other_way() -> None:
     assert f"parallel.context={best.candidate.spec.context}" in train_words(best)
     assert not Costing(work, node).find_misfits(best.candidate)
     assert Costing(work, node).find_misfits(best.candidate.with_changes(context=1))
-    assert Costing(alone, node).context_sizes(best.candidate) == []
+    assert context_sizes(Costing(alone, node), best.candidate) == []
 
 
 class EveryThird:
@@ -390,7 +393,7 @@ def test_a_model_without_sizes_is_named() -> None:
 
 def test_measured_seconds_replace_computed_ones() -> None:
     measured = Hardware((FAST,), seconds={"generate": {"fast": 6.0}, "train": {"fast": 2.0}})
-    table = Costing(FLUX, measured).seconds_per_unit()
+    table = seconds_per_unit(Costing(FLUX, measured))
     assert table["generate"]["fast"] == pytest.approx(6.0)
     assert table["train"]["fast"] == pytest.approx(2.0)
 
@@ -484,7 +487,7 @@ def test_overrides_carry_what_is_recomputed(recompute: Recompute | None) -> None
     words = ["experiment=qwen_image_flowgrpo", "hardware=h20x16"]
     costing = costing_of(configuration.load(words))
     outcome = simulate_candidate(
-        costing, costing.make_candidate(16, 0, recompute=recompute), costing.step_bound()
+        costing, costing.make_candidate(16, 0, recompute=recompute), step_bound(costing)
     )
     composed = configuration.load([*words, *train_words(outcome)])
     assert candidate_of(composed.settings, 16, 0, costing.work.trained_steps).recompute == recompute
@@ -689,34 +692,34 @@ def test_an_evaluation_by_rollouts_costs_what_their_waiting_does_not_hide() -> N
         for on in (True, False)
     }
     candidate = by[True].make_candidate(4, 4, first="fast")
-    assert {name for name, role in by[True].placed_ranks(candidate) if role == "rollout"} == {
+    assert {name for name, role in by[True].place_ranks(candidate).ranks if role == "rollout"} == {
         "slow"
     }
     first, second = Drawn(1, 4, FLUX.steps), Drawn(5, 4, FLUX.steps)
-    one, five = (by[True].evaluation_seconds(drawn, candidate) for drawn in (first, second))
+    one, five = (evaluation_seconds(by[True], drawn, candidate) for drawn in (first, second))
     assert five == pytest.approx(2 * one)
-    forwards = one - by[True].evaluation_seconds(replace(first, steps=0), candidate)
-    assert by[True].evaluation_seconds(replace(first, steps=28), candidate) == pytest.approx(
+    forwards = one - evaluation_seconds(by[True], replace(first, steps=0), candidate)
+    assert evaluation_seconds(by[True], replace(first, steps=28), candidate) == pytest.approx(
         one + (28 / FLUX.steps - 1) * forwards
     )
-    assert by[True].evaluation_seconds(replace(first, compared=4), candidate) == pytest.approx(
+    assert evaluation_seconds(by[True], replace(first, compared=4), candidate) == pytest.approx(
         one + 2 * forwards
     )
-    assert by[False].evaluation_seconds(second, candidate) == pytest.approx(2 * one), (
+    assert evaluation_seconds(by[False], second, candidate) == pytest.approx(2 * one), (
         "trainers wait for the slowest GPU"
     )
-    assert by[True].evaluation_seconds(second, by[True].make_candidate(8, 0)) == pytest.approx(
+    assert evaluation_seconds(by[True], second, by[True].make_candidate(8, 0)) == pytest.approx(
         one
     ), "nobody else is there"
     outcome, theirs = (
-        simulate_candidate(costing, candidate, costing.step_bound())
+        simulate_candidate(costing, candidate, step_bound(costing))
         for costing in (by[True], by[False])
     )
-    assert theirs.evaluation_s(second) == theirs.costing.evaluation_seconds(second, candidate)
+    assert theirs.evaluation_s(second) == evaluation_seconds(theirs.costing, second, candidate)
     assert 0.0 <= outcome.evaluation_s(first) <= one
     many = replace(first, prompts=400)
     long = outcome.evaluation_s(many)
-    assert by[True].evaluation_seconds(many, candidate) - outcome.step_s < long
+    assert evaluation_seconds(by[True], many, candidate) - outcome.step_s < long
     assert outcome.evaluation_s(replace(first, prompts=800)) - long == pytest.approx(100 * one)
     short = Booking(10, None, 2, second).run_hours(outcome) * 3600
     assert short == pytest.approx(10 * outcome.step_s + outcome.evaluation_s(second) + five)
@@ -768,7 +771,7 @@ def test_what_a_node_gathers_over_slow_links_costs_that_node_and_its_share() -> 
     floor = costing.step_floor(held)
     assert (
         floor
-        <= simulate_candidate(costing, held, costing.step_bound(), exact=True).step_s
+        <= simulate_candidate(costing, held, step_bound(costing), exact=True).step_s
         < 1.2 * floor
     )
 
@@ -777,7 +780,7 @@ def test_what_is_much_slower_undisturbed_does_not_win_by_bearing_disturbances(
     costing: Costing,
 ) -> None:
     first = simulate_candidate(
-        costing, costing.make_candidate(8, 0, shares=True), costing.step_bound()
+        costing, costing.make_candidate(8, 0, shares=True), step_bound(costing)
     )
     outcomes = []
     for seconds, robust in ((10.0, 13.0), (10.4, 12.0), (11.1, 11.5)):

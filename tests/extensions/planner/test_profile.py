@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from digenrl import config as configuration
 from digenrl.extensions.planner.advice import PlannerAdvisor
+from digenrl.extensions.planner.bound import seconds_per_unit
 from digenrl.extensions.planner.cli import profile
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.reading import workload_of
@@ -115,7 +116,7 @@ def test_a_published_experiment_is_measured_on_its_tiny_build_and_the_planner_re
         ]
     )
     costing = Costing(workload_of(composed), parse_hardware(composed.settings.hardware))
-    seconds = costing.seconds_per_unit()
+    seconds = seconds_per_unit(costing)
     for stage in ("generate", "decode", "train"):
         assert seconds[stage]["local"] == pytest.approx(given[stage]["local"])
     rank = costing.build_cluster(costing.make_candidate(1, 1, task_size=2)).ranks[1]

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
 
 from omegaconf import OmegaConf
 
 from digenrl.advisor import NO_ROOM, Advice, ModelPlacement, PlainAdvisor, named_keys, with_words
 from digenrl.config import Composed
 from digenrl.config.settings import Settings
+from digenrl.extensions.planner.bound import step_bound
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.emulate import stand_ins
+from digenrl.extensions.planner.evaluation import trainers_evaluate
 from digenrl.extensions.planner.floor import training_floor
 from digenrl.extensions.planner.memory import GIB, USABLE, Memory, rollout_memory
 from digenrl.extensions.planner.outcome import CandidateOutcome
@@ -31,6 +32,7 @@ from digenrl.extensions.planner.reading import (
 from digenrl.extensions.planner.remedies import find_remedy
 from digenrl.hardware import parse_hardware
 from digenrl.recompute import AUTO
+from digenrl.report.summary_record import Planned
 from digenrl.settle import shard_group
 
 NEARLY = 1.05
@@ -114,12 +116,12 @@ class PlannerAdvisor:
                 f"{'; '.join(costing.find_misfits(candidate))}: {find_remedy(costing, candidate)}"
             )
         candidate = fitting[0]
-        pools = costing.trainers_by_pool(candidate)
+        pools = costing.place_ranks(candidate).trainers_by_pool
         kept = [
             costing.choose_recompute(candidate, pool).config for pool, n in pools for _ in range(n)
         ]
         drawn = drawn_of(settings)
-        slower = None if drawn is None else costing.trainers_evaluate(drawn, candidate)
+        slower = None if drawn is None else trainers_evaluate(costing, drawn, candidate)
         return ModelPlacement(
             candidate.sharding,
             candidate.spec.tsp_batch,
@@ -189,8 +191,8 @@ def _with_best_run(composed: Composed, plan: Plan) -> Composed:
         != OmegaConf.select(after.settings.tree, key)
     ]
     gained = (
-        f", {planned['sync_step_s'] / best.step_s:.2f} x schedule=sync"
-        if planned["sync_step_s"]
+        f", {sync_s / best.step_s:.2f} x schedule=sync"
+        if (sync_s := planned["sync_step_s"])
         else ""
     )
     figures, why = explain_winner(plan, asynchronous=True)
@@ -231,7 +233,7 @@ def planned_split(composed: Composed, processes: int | None = None) -> Candidate
             )[:1]
         except ValueError:  # the roles of the pools do not allow it
             continue
-    return find_fastest(costing, splits, costing.step_bound())
+    return find_fastest(costing, splits, step_bound(costing))
 
 
 def _with_best_split(composed: Composed, split: CandidateOutcome) -> Composed:
@@ -248,7 +250,7 @@ def _with_best_split(composed: Composed, split: CandidateOutcome) -> Composed:
     return replace(after, notes=(*composed.notes, said), planned=_prediction_of(split))
 
 
-def _prediction_of(outcome: CandidateOutcome) -> dict[str, Any]:
+def _prediction_of(outcome: CandidateOutcome) -> Planned:
     """Return the predicted schedule and seconds per step, and those of schedule=sync at its best
     split (`sync_step_s`)."""
     candidate = outcome.candidate
@@ -256,7 +258,7 @@ def _prediction_of(outcome: CandidateOutcome) -> dict[str, Any]:
     return {
         "schedule": candidate.name,
         "step_s": outcome.step_s,
-        "sync_step_s": sync and sync.step_s,
+        "sync_step_s": None if sync is None else sync.step_s,
     }
 
 
@@ -354,7 +356,7 @@ def memory_lines(composed: Composed, trainers: int, rollouts: int) -> list[str]:
     """Return what each role's rank will hold, in GiB, by what holds it."""
     costing = costing_of(composed)
     candidate = candidate_of(composed.settings, trainers, rollouts, costing.work.trained_steps)
-    several = len({name for name, _ in costing.placed_ranks(candidate)}) > 1
+    several = len({name for name, _ in costing.place_ranks(candidate).ranks}) > 1
     lines = []
     for (pool, role), use in costing.rank_memory(candidate).items():
         where = f"{role} on {pool}" if several else role

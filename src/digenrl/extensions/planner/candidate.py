@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from digenrl.recompute import Recompute
 from digenrl.schedule import ScheduleSpec
+
+
+class Choices(TypedDict, total=False):
+    """Values for some fields of `Candidate` and of its `ScheduleSpec`, which explain them."""
+
+    trainers: int
+    rollouts: int
+    sharding: str
+    first: str | None
+    recompute: Recompute | None
+    encoders: bool
+    shares: bool
+    static_claims: bool
+    shard_group: int | None
+    task_size: int
+    gap: int
+    tsp_batch: int
+    tsp_shard: bool
+    tag: bool
+    context: int
+    skip_zero: bool
+    async_steps: int
+    stale_fraction: float
 
 
 @dataclass(frozen=True)
@@ -33,10 +56,11 @@ class Candidate:
     shard_group: int | None = None
     """Trainers in an hsdp group; None = the trainers of a node."""
 
-    def with_changes(self, **changes: Any) -> Candidate:
+    def with_changes(self, **changes: Unpack[Choices]) -> Candidate:
         """Return a copy with other values for fields of the candidate or of its schedule."""
-        own = {name: changes.pop(name) for name in list(changes) if name in _OWN}
-        return replace(self, **own, spec=replace(self.spec, **changes) if changes else self.spec)
+        values: dict[str, Any] = dict(changes)
+        own = {name: values.pop(name) for name in changes if name in _OWN}
+        return replace(self, **own, spec=replace(self.spec, **values) if values else self.spec)
 
     @property
     def name(self) -> str:

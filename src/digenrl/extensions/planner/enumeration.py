@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 
+from digenrl.extensions.planner.bound import seconds_per_unit, step_bound, work_units
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 
@@ -15,6 +16,14 @@ PROMISING = (1, 2)
 asynchronous)."""
 ROUNDING = 16
 """Blocks of an update per trainer below which splits without odd blocks are tried too."""
+
+
+def context_sizes(costing: Costing, candidate: Candidate) -> list[int]:
+    """Return the values of `parallel.context` above 1 that the trainers, their nodes and the model
+    allow."""
+    work, per_node = costing.work, (pool.per_node for pool in costing.hardware.pools)
+    common = math.gcd(candidate.trainers, work.tokens, work.heads, *per_node)
+    return [n for n in range(2, common + 1) if common % n == 0 and not candidate.shares]
 
 
 def colocated_candidates(costing: Costing) -> Iterator[Candidate]:
@@ -27,9 +36,13 @@ def colocated_candidates(costing: Costing) -> Iterator[Candidate]:
         for split in (
             (False, True) if not _has_unequal_pools(costing) else (False,)
         ):  # an equal split repeats less encoding
-            choices = {"shares": _has_unequal_pools(costing), "static_claims": split}
             base = costing.make_candidate(
-                costing.hardware.gpus, 0, task_size=size, gap=0, **choices
+                costing.hardware.gpus,
+                0,
+                task_size=size,
+                gap=0,
+                shares=_has_unequal_pools(costing),
+                static_claims=split,
             )
             yield from _sharding_candidates(costing, base)
 
@@ -134,7 +147,7 @@ def _around_balance(costing: Costing, base: Candidate) -> set[int]:
 def _balanced_trainers(costing: Costing, base: Candidate) -> float:
     """Return the number of trainers at which training takes as long as generation, with pools in
     the order of `base`."""
-    units, seconds = costing.work_units(), costing.seconds_per_unit()
+    units, seconds = work_units(costing.work), seconds_per_unit(costing)
     pools = sorted(costing.hardware.pools, key=lambda pool: pool.name != base.first)
     stages = ("encode", "generate", "decode", "score")
     making = {
@@ -171,7 +184,7 @@ def promising_candidates(costing: Costing, candidates: Iterable[Candidate]) -> l
     fitting = [
         candidate for candidate in dict.fromkeys(candidates) if not costing.find_misfits(candidate)
     ]
-    unit = 0.01 * costing.step_bound()
+    unit = 0.01 * step_bound(costing)
     ranked = sorted(
         fitting,
         key=lambda candidate: (round(costing.step_floor(candidate) / unit), candidate.trainers),
@@ -243,7 +256,7 @@ def _sharding_candidates(costing: Costing, base: Candidate) -> Iterator[Candidat
     Trainers share the tokens of a sample (context above 1) only if nothing else fits, or if there
     are fewer samples than GPUs.
     """
-    for context in (1, *costing.context_sizes(base)):
+    for context in (1, *context_sizes(costing, base)):
         fastest = math.inf
         for sharding in ("ddp", "hsdp", "fsdp") if base.trainers > 1 else ("ddp",):
             trial = base.with_changes(sharding=sharding, context=context)
@@ -321,7 +334,7 @@ def is_allowed(costing: Costing, candidate: Candidate) -> bool:
     if candidate.spec.gap and costing.work.whole_batch:
         return False
     try:
-        costing.placed_ranks(candidate)
+        costing.place_ranks(candidate)
     except ValueError:
         return False
     return True

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from digenrl.extensions.planner.bound import step_bound
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.outcome import CandidateOutcome
 from digenrl.extensions.planner.plan_text import eligible_outcomes
@@ -46,7 +47,7 @@ def faster_without(
         FewerPools(name, costing.hardware.find_pool(name).count, best)
         for name, fewer in _without_each_pool(costing)
         # No schedule beats the bound, so that most pools need no search.
-        if fewer.step_bound() < step_s
+        if step_bound(fewer) < step_s
         and (best := _fastest(fewer, steps, asynchronous)) is not None
         and best.step_s < step_s
     ]

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from digenrl.extensions.planner.records import EventQueue, SpanFacts, SpanTable
 from digenrl.extensions.planner.virtual_cluster import Cluster, VirtualRank
 from digenrl.schedule import ScheduleSpec, Task
 from digenrl.schedule.claims import Claim, Claims, MemoryClaims, queue_part
@@ -34,7 +36,7 @@ class Worker:
     """Virtual second at which the present task will be finished."""
     finish_time: float = 0.0
     token: int = 0
-    """Number of the present task's run. Events that carry an older token are ignored."""
+    """Number of the present task's run. The end of an earlier run is ignored."""
     idle_since: float | None = None
     idle_cause: str = "startup"
     dead: bool = False
@@ -56,8 +58,9 @@ class VirtualGeneration:
         scheduler: decides which rank takes, lends or leaves a task.
         plan: version -> queue of its tasks.
         factor: rank -> factor on its next duration (jitter, stragglers).
-        post: (time, kind, payload) -> None, the run's event queue.
-        span: (rank, stage, start, end, step, args) -> None.
+        events: the run's events; ends of tasks are posted there.
+        spans: the run's spans.
+        finish: called at the end of a task, with its worker and the number of the task's run.
     """
 
     def __init__(
@@ -67,11 +70,12 @@ class VirtualGeneration:
         scheduler: Scheduler,
         plan: Callable[[int], Sequence[Task]],
         factor: Callable[[int], float],
-        post: Callable[..., None],
-        span: Callable[..., None],
+        events: EventQueue,
+        spans: SpanTable,
+        finish: Callable[[Worker, int], None],
     ) -> None:
         self.spec, self.cluster, self.scheduler, self._plan = spec, cluster, scheduler, plan
-        self._factor, self._post, self._span = factor, post, span
+        self._factor, self._events, self._spans, self._finish = factor, events, spans, finish
         self.store = MemoryClaims()
         self.workers = [
             Worker(rank, Claims(self.store, rank.rank), rank.task_seconds(spec.denoise_steps))
@@ -84,6 +88,8 @@ class VirtualGeneration:
         self.generators = [w for w in members if self.colocated or w.rank.role == "rollout"]
         self._left: dict[tuple[int, int], int] = {}
         """Answers of `unclaimed_tasks`, one less for each claim since."""
+        self.visible = dict.fromkeys([rank.fetch_seconds for rank in cluster.ranks], 0)
+        """Transfer seconds to a place -> newest version that rollouts at this place can adopt."""
         self.made: list[tuple[int, int, int, int]] = []
         """(step, task, rank, version) of every finished task."""
         for worker in self.generators:
@@ -119,6 +125,20 @@ class VirtualGeneration:
             )
         return left
 
+    def tasks_left(self, version: int, rank: int) -> int:
+        """Return how many unclaimed tasks of the version are left for a unit of trainers with
+        `rank`, and for the units that repeat its moves."""
+        if not (self.cluster.static_claims and self.cluster.lockstep):
+            return self.unclaimed_tasks(version, self.workers[rank])
+        own = (self.workers[trainer.rank] for trainer in self.cluster.trainers)
+        return sum(self.unclaimed_tasks(version, worker) for worker in own)
+
+    def tasks_left_by_version(self, rank: int) -> tuple[int, int]:
+        """Return `tasks_left` of the version before, and of the present one."""
+        version = self.store.version
+        older = self.tasks_left(version - 1, rank) if version else 0
+        return older, self.tasks_left(version, rank)
+
     def set_queue_head(self, version: int, head: int) -> None:
         """Make the first `head` tasks of the version's queue its head."""
         self.workers[0].claims.begin_behind(version, head)
@@ -126,14 +146,25 @@ class VirtualGeneration:
 
     # ---- claims
 
-    def offer_task(self, worker: Worker, versions: Sequence[int], now: float) -> str | None:
-        """Let a free worker claim a task from the first of `versions` that has work.
+    def _usable_versions(self, worker: Worker) -> Sequence[int]:
+        """Return the versions that a rank may generate with, the oldest first.
+
+        With asynchrony, a task that was lost with its rank may still need the version before the
+        newest.
+        """
+        if worker.rank.role == "trainer":
+            return (self.store.version,)
+        visible = self.visible[worker.rank.fetch_seconds]
+        return range(max(0, visible - self.spec.async_steps), visible + 1)
+
+    def offer_task(self, worker: Worker) -> str | None:
+        """Let a free worker claim a task of the oldest version that has work.
 
         Returns:
             None if the worker has begun a task, else the cause of its wait.
         """
-        cause = "weights"
-        for version in versions:
+        cause, now = "weights", self._events.now
+        for version in self._usable_versions(worker):
             left, rank = self.unclaimed_tasks(version, worker), worker.rank.rank
             if not left:
                 continue
@@ -148,22 +179,39 @@ class VirtualGeneration:
             )
             if claim is not None:
                 self._left[version, rank if self.cluster.static_claims else -1] -= 1
-                self._start_task(worker, tasks[claim.position], claim, now)
+                self._start_task(worker, tasks[claim.position], claim)
                 return None
         return cause
 
-    def _start_task(self, worker: Worker, task: Task, claim: Claim, now: float) -> None:
+    def next_task(self, worker: Worker) -> None:
+        """Give a free rollout rank its next task, or record why it waits."""
+        if worker.dead or worker.busy:
+            return
+        cause = self.offer_task(worker)
+        if cause is not None:
+            self._mark_idle(worker, cause)
+
+    def show_version(self, version: int, seconds: float) -> None:
+        """Let rollouts to which a transfer takes `seconds` adopt `version`."""
+        self.visible[seconds] = max(self.visible[seconds], version)
+        for worker in self.generators:
+            if worker.rank.role == "rollout" and worker.rank.fetch_seconds == seconds:
+                self.next_task(worker)
+
+    def _start_task(self, worker: Worker, task: Task, claim: Claim) -> None:
         """Begin a task: adopt weights and encode its prompt where needed, then post its end."""
-        self.end_idle(worker, now)
-        rank, factor = worker.rank, self._factor(worker.rank.rank)
+        self.end_idle(worker)
+        rank, factor, now = worker.rank, self._factor(worker.rank.rank), self._events.now
         begin = now
         if worker.held != task.version:
             begin += rank.adopt_seconds
-            self._span(rank.rank, "adopt", now, begin, task.step, {"version": task.version})
+            self._spans.add_span(
+                rank.rank, "adopt", now, begin, task.step, {"version": task.version}
+            )
             worker.held = task.version
         if (task.step, task.group) not in worker.encoded:
             worker.encoded.add((task.step, task.group))
-            self._span(
+            self._spans.add_span(
                 rank.rank, "encode", begin, begin + rank.encode_seconds * factor, task.step, {}
             )
             begin += rank.encode_seconds * factor
@@ -173,14 +221,14 @@ class VirtualGeneration:
         worker.free_at = begin + generated + worker.finish_time
         worker.token += 1
         self.announce_work(worker)
-        self._post(worker.free_at, "finish", (rank.rank, worker.token))
+        self._events.post_event(worker.free_at, partial(self._finish, worker, worker.token))
 
-    def finish_task(self, worker: Worker, now: float) -> Task:
-        """End and return the task of `worker`. The caller says what comes next: `offer_task`,
-        `mark_idle` or `announce_work`."""
+    def finish_task(self, worker: Worker) -> Task:
+        """End and return the task of `worker`. The caller says what comes next: `next_task` or
+        `announce_work`."""
         assert worker.task is not None
         task = worker.task
-        self.record_spans(worker, now)
+        self.record_spans(worker)
         self.made.append((task.step, task.index, worker.rank.rank, task.version))
         worker.claim = worker.task = None
         worker.token += 1
@@ -188,11 +236,11 @@ class VirtualGeneration:
 
     # ---- deaths
 
-    def stop_worker(self, worker: Worker, now: float) -> None:
+    def stop_worker(self, worker: Worker) -> None:
         """Stop `worker`. Its tasks stay claimed until `notice_death`, as in a run that must first
         detect the death."""
         if worker.claim is not None:
-            self.record_spans(worker, now)
+            self.record_spans(worker)
         worker.dead = True
         worker.token += 1
         worker.idle_since = None
@@ -214,42 +262,45 @@ class VirtualGeneration:
 
     # ---- records
 
-    def record_spans(self, worker: Worker, now: float) -> None:
-        """Write spans for the part of its task that `worker` has done up to `now`."""
-        task = worker.task
+    def record_spans(self, worker: Worker) -> None:
+        """Write spans for the part of its task that `worker` has done up to now."""
+        task, now = worker.task, self._events.now
         assert task is not None
         stage = "lend" if worker.rank.role == "trainer" and not self.colocated else "generate"
-        args = {"group": task.group, "task": task.index, "version": task.version}
+        facts: SpanFacts = {"group": task.group, "task": task.index, "version": task.version}
         generated = max(worker.began, min(now, worker.free_at - worker.finish_time))
-        self._span(worker.rank.rank, stage, min(worker.began, now), generated, task.step, args)
+        self._spans.add_span(
+            worker.rank.rank, stage, min(worker.began, now), generated, task.step, facts
+        )
         if generated < now:
             share = worker.rank.decode_seconds + worker.rank.score_seconds
             middle = generated + (now - generated) * (
                 worker.rank.decode_seconds / share if share else 0.0
             )
-            self._span(worker.rank.rank, "decode", generated, middle, task.step, args)
-            self._span(worker.rank.rank, "score", middle, now, task.step, args)
+            self._spans.add_span(worker.rank.rank, "decode", generated, middle, task.step, facts)
+            self._spans.add_span(worker.rank.rank, "score", middle, now, task.step, facts)
 
-    def mark_idle(self, worker: Worker, now: float, cause: str) -> None:
+    def _mark_idle(self, worker: Worker, cause: str) -> None:
         """Note that `worker` has nothing to do, and why. A new cause ends the span of the old
         one."""
         if worker.idle_since is None:
-            worker.idle_since, worker.idle_cause = now, cause
+            worker.idle_since, worker.idle_cause = self._events.now, cause
             self.idle_workers[worker.rank.rank] = worker
             self.announce_work(worker)
         elif worker.idle_cause != cause:
-            self._record_wait(worker, now)
-            worker.idle_since, worker.idle_cause = now, cause
+            self._record_wait(worker)
+            worker.idle_since, worker.idle_cause = self._events.now, cause
 
-    def end_idle(self, worker: Worker, now: float) -> None:
+    def end_idle(self, worker: Worker) -> None:
         """End the wait of `worker`, if it waits, with a span."""
         if worker.idle_since is not None:
-            self._record_wait(worker, now)
+            self._record_wait(worker)
             worker.idle_since = None
             del self.idle_workers[worker.rank.rank]
 
-    def _record_wait(self, worker: Worker, now: float) -> None:
+    def _record_wait(self, worker: Worker) -> None:
+        now = self._events.now
         if worker.idle_since is not None and now > worker.idle_since:
-            self._span(
+            self._spans.add_span(
                 worker.rank.rank, "wait", worker.idle_since, now, -1, {"cause": worker.idle_cause}
             )

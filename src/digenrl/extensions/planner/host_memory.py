@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from digenrl.extensions.planner.costs import carries_differences
+from digenrl.extensions.planner.links import carries_differences
 from digenrl.extensions.planner.memory import (
     GIB,
     lent_copy_bytes,

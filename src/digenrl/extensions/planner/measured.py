@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import yaml
 
@@ -25,6 +25,29 @@ from digenrl.extensions.planner.gpus import SCALED
 from digenrl.extensions.planner.workload import Workload
 from digenrl.hardware import Hardware, Pool
 from digenrl.recompute import parse_recompute
+
+
+class MeasuredRow(TypedDict):
+    """One row of a file. A key that it lacks fits every workload."""
+
+    seconds: float
+    samples: int
+    steps: NotRequired[int]
+    """Denoising steps of the timed work; absent: 1."""
+    keeps: NotRequired[str]
+    """What the blocks kept for the backward pass (`digenrl.recompute`)."""
+    engine: NotRequired[str]
+    tokens: NotRequired[int]
+    passes: NotRequired[int]
+    trained: NotRequired[str]
+    """all | lora."""
+    reference: NotRequired[bool]
+
+
+class _MeasuredFile(TypedDict):
+    """Rows by model and stage."""
+
+    models: Mapping[str, Mapping[str, list[MeasuredRow]]]
 
 
 def with_measured(hardware: Hardware, work: Workload, folder: Path) -> Hardware:
@@ -65,8 +88,8 @@ def same_gpu(profile: str, measured: str) -> bool:
 
 
 def _fitting_rows(
-    stages: Mapping[str, list[dict[str, Any]]], work: Workload
-) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    stages: Mapping[str, list[MeasuredRow]], work: Workload
+) -> Iterator[tuple[str, list[MeasuredRow]]]:
     """Yield (stage, its rows that fit `work`) for the stages that have any."""
     wanted = {
         "engine": work.engine,
@@ -84,7 +107,7 @@ def _fitting_rows(
             yield stage, fitting
 
 
-def _measured_ratio(costs: Costs, pool: Pool, stage: str, rows: list[dict[str, Any]]) -> float:
+def _measured_ratio(costs: Costs, pool: Pool, stage: str, rows: list[MeasuredRow]) -> float:
     """Return measured over computed seconds of the row with the most samples and steps. In small
     ones the processor's launches decide, which differ from machine to machine."""
     row = max(rows, key=lambda row: row["samples"] * row.get("steps", 1))
@@ -93,7 +116,7 @@ def _measured_ratio(costs: Costs, pool: Pool, stage: str, rows: list[dict[str, A
     computed = computed_seconds(
         costs, pool, stage, row["samples"], row.get("steps", 1), row.get("keeps")
     )
-    return float(row["seconds"] / computed)
+    return row["seconds"] / computed
 
 
 def computed_seconds(
@@ -107,6 +130,6 @@ def computed_seconds(
 
 
 @lru_cache
-def _read_measured(path: Path) -> Mapping[str, Any]:
-    loaded: Mapping[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+def _read_measured(path: Path) -> _MeasuredFile:
+    loaded: _MeasuredFile = yaml.safe_load(path.read_text(encoding="utf-8"))
     return loaded

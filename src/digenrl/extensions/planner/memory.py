@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from digenrl.extensions.planner.counts import beside_bytes, forward_bytes, kept_bytes
 from digenrl.extensions.planner.workload import Workload
 from digenrl.recompute import ALL, INPUTS, MODES, OFFLOAD, Recompute
 
@@ -77,14 +79,14 @@ def saved_bytes(work: Workload, rows: int, recompute: Recompute, context: int = 
     kept = {mode: share for mode, share in recompute.shares.items() if share and mode != OFFLOAD}
     return int(
         work.sizes["blocks"]
-        * sum(share * work.kept_bytes(mode, rows, context) for mode, share in kept.items())
+        * sum(share * kept_bytes(work, mode, rows, context) for mode, share in kept.items())
     )
 
 
 def offloaded_bytes(work: Workload, rows: int, recompute: Recompute, context: int = 1) -> int:
     """Return the bytes of `rows` forwards that wait for the backward pass in pinned host memory; as
     `saved_bytes`."""
-    return int(recompute.offload * work.sizes["blocks"] * work.kept_bytes(ALL, rows, context))
+    return int(recompute.offload * work.sizes["blocks"] * kept_bytes(work, ALL, rows, context))
 
 
 def moment_bytes(work: Workload, rows: int, recompute: Recompute, context: int = 1) -> int:
@@ -98,8 +100,8 @@ def moment_bytes(work: Workload, rows: int, recompute: Recompute, context: int =
     share tokens hold the activations before the first block whole, and their gradient.
     """
     sizes, least = work.sizes, [ALL, *(mode for mode in MODES if recompute.shares[mode])][-1]
-    whole, some, little = (work.kept_bytes(mode, rows, context) for mode in (ALL, least, INPUTS))
-    beside, again = (work.beside_bytes(mode, rows, context) for mode in (ALL, INPUTS))
+    whole, some, little = (kept_bytes(work, mode, rows, context) for mode in (ALL, least, INPUTS))
+    beside, again = (beside_bytes(work, mode, rows, context) for mode in (ALL, INPUTS))
     beside += (again - beside) * (whole - some) / (whole - little)
     if recompute.offload:
         inside = sizes["parameters"] - sizes["outside_parameters"]
@@ -111,7 +113,7 @@ def moment_bytes(work: Workload, rows: int, recompute: Recompute, context: int =
 def buffer_bytes(work: Workload) -> int:
     """Return the bytes of the tables that the network stores beside its weights, in their dtype.
     Nobody shares them."""
-    return (4 if work.lora_rank is None else 2) * int(work.sizes.get("buffers", 0))
+    return (4 if work.lora_rank is None else 2) * work.sizes.get("buffers", 0)
 
 
 def sampling_bytes(work: Workload) -> int:
@@ -123,12 +125,12 @@ def sampling_bytes(work: Workload) -> int:
 def text_encoder_bytes(work: Workload) -> int:
     """Return the bytes of text encoders in bf16; 0 where prompts are stored, because encoders have
     left memory."""
-    return 0 if work.stored_prompts else 2 * int(work.sizes["encoders"]["parameters"])
+    return 0 if work.stored_prompts else 2 * work.sizes["encoders"]["parameters"]
 
 
 def vae_bytes(work: Workload) -> int:
     """Return the bytes of the VAE in fp32."""
-    return 4 * int(work.sizes["decode"]["parameters"])
+    return 4 * work.sizes["decode"]["parameters"]
 
 
 def decode_bytes(work: Workload) -> int:
@@ -195,7 +197,7 @@ def generating_bytes(work: Workload, rows: int, encoders: bool) -> int:
     Args:
         encoders: whether text encoders stay on the GPU, where they are counted elsewhere.
     """
-    made = max(work.forward_bytes(rows * work.passes // work.launches), decode_bytes(work))
+    made = max(forward_bytes(work, rows * work.passes // work.launches), decode_bytes(work))
     return int(
         FRAGMENTATION
         * max(made + stored_bytes(work, rows), 0 if encoders else text_encoder_bytes(work))
@@ -221,43 +223,48 @@ def rollout_memory(work: Workload, task_size: int, encoders: bool) -> Memory:
     )
 
 
-def trainer_memory(
-    work: Workload,
-    shards: int,
-    task_size: int,
-    tsp_batch: int,
-    recompute: Recompute,
-    generates: bool,
-    lends: bool,
-    encoders: bool = False,
-    context: int = 1,
-) -> Memory:
-    """Return the bytes of a trainer rank that shares its weights with `shards` - 1 others (1 =
-    replicated).
+class TrainerLoad(NamedTuple):
+    """What a trainer rank holds and computes at once, as far as its memory depends on it."""
 
-    Args:
-        recompute: what the blocks keep for the backward pass.
-        generates: whether the rank also generates (colocated, or lending), so that it needs room to
-            encode and decode.
-        lends: whether the rank lends between updates, and so keeps the published adapter.
-        encoders: whether text encoders and VAE stay on the GPUs that generate.
-        context: number of ranks that share the tokens of a trained forward. Each generates and
-            evaluates alone.
-    """
-    parameters, trained = int(work.sizes["parameters"]), work.trained_parameters
-    full = work.lora_rank is None
+    shards: int
+    """Ranks that share one copy of the weights; 1 = replicas."""
+    task_size: int
+    tsp_batch: int
+    generates: bool
+    """Whether the rank also generates (colocated, or lending), so that it needs room to encode and
+    decode."""
+    lends: bool
+    """Whether the rank lends between updates, and so keeps the published adapter."""
+    encoders: bool = False
+    """Whether text encoders and VAE stay on the GPUs that generate."""
+    context: int = 1
+    """Ranks that share the tokens of a trained forward. Each generates and evaluates alone."""
+    blocks: int = 1
+    """Cell blocks of a micro-batch."""
+
+    @property
+    def cells(self) -> int:
+        """Cells of a micro-batch."""
+        return self.task_size * self.tsp_batch * self.blocks
+
+
+def trainer_memory(work: Workload, load: TrainerLoad, recompute: Recompute) -> Memory:
+    """Return the bytes of a trainer rank whose blocks keep `recompute` for the backward pass."""
+    parameters, trained = work.sizes["parameters"], work.trained_parameters
+    full, shards, context = work.lora_rank is None, load.shards, load.context
     share = -(-trained // shards)
-    rows = task_size * tsp_batch * work.trained_passes
+    rows = load.cells * work.trained_passes
     kept = saved_bytes(work, rows, recompute, context)
-    makes = max(task_size if generates else 0, work.evaluated)  # samples at once, without gradients
+    # Samples at once, without gradients.
+    makes = max(load.task_size if load.generates else 0, work.evaluated)
     # No rank generates during a micro-batch, so generation may use the room of its activations.
-    aside = generating_bytes(work, makes, encoders) - kept if makes else 0
+    aside = generating_bytes(work, makes, load.encoders) - kept if makes else 0
     # Two blocks are gathered at a time (prefetch). The layers outside the blocks are gathered
     # through both passes, and when the second begins they also lie in the buffer in which they
     # arrive. Where all weights are trained, blocks are gathered in 16 bit. What is in use counts as
     # casts, beside the activations; beside it are the next block's weights, a block's gradients in
     # 16 bit, and in fp32 those of the block before, until they are scattered.
-    block, outside = (work.sizes[f"{part}_parameters"] for part in ("largest_block", "outside"))
+    block, outside = work.sizes["largest_block_parameters"], work.sizes["outside_parameters"]
     gathered = ((8 if full else 4) * block + (0 if full else 4) * outside) * (shards > 1)
     # When activations are gone, the layers outside scatter their gradients: they hold weights and
     # gradients in 16 bit, and in fp32 what is sent and received. Then the optimizer's step takes
@@ -272,7 +279,7 @@ def trainer_memory(
         gradients=4 * (share if full else trained),
         optimizer=8 * share,
         copies=4 * share * (int(work.ema) + work.weight_copies)
-        + lent_copy_bytes(work, shards) * (lends and not full),
+        + lent_copy_bytes(work, shards) * (load.lends and not full),
         reference=-(-4 * parameters // shards) if full and work.reference else 0,
         rewards=scorer_bytes(work, heldout=work.evaluated > 0) if makes else 0,
         gathered=gathered,
@@ -281,5 +288,5 @@ def trainer_memory(
             max(0.05 * kept + moment_bytes(work, rows, recompute, context), aside, update)
             + RESERVED
         )
-        + (text_encoder_bytes(work) + vae_bytes(work)) * (encoders and makes > 0),
+        + (text_encoder_bytes(work) + vae_bytes(work)) * (load.encoders and makes > 0),
     )

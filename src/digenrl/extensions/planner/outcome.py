@@ -7,10 +7,12 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TypedDict
 
+from digenrl.extensions.planner.bound import bound_of_roles, seconds_per_unit
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
+from digenrl.extensions.planner.evaluation import evaluation_seconds, trainers_evaluate
 from digenrl.extensions.planner.records import MOST_STEPS, Simulated
 from digenrl.extensions.planner.virtual_cluster import (
     Cluster,
@@ -33,6 +35,14 @@ SLOW_RANK = 1.15
 """Factor on the durations of one rank."""
 SLOWER_GENERATION = 1.2
 """Factor on the assumed denoising time in the plan's sensitivity check."""
+
+
+class Limit(TypedDict):
+    """A cause that separates a candidate's step from the bound, as plan.json has it."""
+
+    cause: str
+    seconds: float
+    """Seconds per step."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,7 @@ class CandidateOutcome:
     def rollouts_evaluate(self, drawn: Drawn) -> bool:
         """Return whether rollouts evaluate while trainers go on."""
         able = self.costing.work.rollouts_evaluate and self.candidate.rollouts > 0
-        return able and self.costing.trainers_evaluate(drawn, self.candidate) is None
+        return able and trainers_evaluate(self.costing, drawn, self.candidate) is None
 
     def evaluation_s(self, drawn: Drawn) -> float:
         """Return the seconds that an evaluation adds to its RL step.
@@ -90,7 +100,7 @@ class CandidateOutcome:
         """
         candidate, costing = self.candidate, self.costing
         rollouts = self.rollouts_evaluate(drawn)
-        once = costing.evaluation_seconds(drawn, candidate, rollouts)
+        once = evaluation_seconds(costing, drawn, candidate, rollouts)
         if not rollouts:
             return once
         cluster = costing.build_cluster(candidate)
@@ -188,7 +198,7 @@ class CandidateOutcome:
         return self._scale_to_exact(self.simulated_seconds(compiled.build_cluster(self.candidate)))
 
     @cached_property
-    def limits(self) -> list[dict[str, Any]]:
+    def limits(self) -> list[Limit]:
         """Causes that separate the step from the bound, with their seconds per step, the largest
         first.
 
@@ -202,7 +212,7 @@ class CandidateOutcome:
         for cause, cluster in self._clusters_without_causes():
             after = before if cluster == last else self.simulated_seconds(cluster)
             found[cause], before, last = before - after, after, cluster
-        roles = self.costing.bound_of_roles(self.candidate)
+        roles = bound_of_roles(self.costing, self.candidate)
         found["waiting"] = before - roles + self.step_s - self._quick_s
         found["placement"] = roles - self.bound_s
         ordered = sorted(found.items(), key=lambda item: -abs(item[1]))
@@ -216,45 +226,46 @@ class CandidateOutcome:
         """Yield each cause with a cluster that lacks the causes up to here."""
         costing, spec, costs = self.costing, self.candidate.spec, self.costing.costs
         cluster, size, work = costing.build_cluster(self.candidate), spec.task_size, costing.work
-        units = costing.seconds_per_unit()
+        units = seconds_per_unit(costing)
         pools = {pool.name: pool for pool in costing.hardware.pools}
 
-        def change_ranks(
-            change: Callable[[VirtualRank], dict[str, Any]],
-        ) -> tuple[VirtualRank, ...]:
-            return tuple(replace(rank, **change(rank)) for rank in cluster.ranks)
+        def change_ranks(change: Callable[[VirtualRank], VirtualRank]) -> tuple[VirtualRank, ...]:
+            return tuple(map(change, cluster.ranks))
 
         def best_seconds(stage: str, rank: VirtualRank) -> float:
             return size * (units[stage][rank.pool] or 0.0)
 
-        free = dict.fromkeys(("publish_seconds", "snapshot_seconds", "deliver_seconds"), 0.0)
-        own = dict.fromkeys(("adopt_seconds", "fetch_seconds", "send_seconds"), 0.0)
-        cluster = replace(cluster, ranks=change_ranks(lambda rank: own), **free)  # type: ignore[arg-type]
+        free = change_ranks(
+            lambda rank: replace(rank, adopt_seconds=0.0, fetch_seconds=0.0, send_seconds=0.0)
+        )
+        cluster = replace(
+            cluster, ranks=free, publish_seconds=0.0, snapshot_seconds=0.0, deliver_seconds=0.0
+        )
         yield "publication, transfers, CPU scorers", cluster
         alone = change_ranks(
-            lambda rank: {
-                "step_seconds": costs.step_seconds(pools[rank.pool], size),
-                "exposed_seconds": 0.0,
-            }
+            lambda rank: replace(
+                rank,
+                step_seconds=costs.step_seconds(pools[rank.pool], size),
+                exposed_seconds=0.0,
+            )
         )
         cluster = replace(cluster, ranks=alone, reduce_seconds=0.0)
         yield "communication", cluster
         cluster = replace(cluster, optimizer_seconds=0.0, switch_seconds=0.0)
         yield "optimizer, switches", cluster
 
-        def without_recompute(rank: VirtualRank) -> dict[str, float]:
+        def without_recompute(rank: VirtualRank) -> VirtualRank:
             plain = costs.cell_seconds(pools[rank.pool], size, spec.tsp_batch, Recompute())
-            return {"cell_seconds": plain / spec.context if rank.role == "trainer" else 0.0}
+            cell = plain / spec.context if rank.role == "trainer" else 0.0
+            return replace(rank, cell_seconds=cell)
 
         cluster = replace(cluster, ranks=change_ranks(without_recompute))
         yield "recomputation", cluster
 
-        def at_best_batch(rank: VirtualRank) -> dict[str, float]:
+        def at_best_batch(rank: VirtualRank) -> VirtualRank:
             cell = best_seconds("train", rank) / spec.context if rank.role == "trainer" else 0.0
-            return {
-                "cell_seconds": cell,
-                "step_seconds": best_seconds("generate", rank) / work.steps,
-            }
+            step = best_seconds("generate", rank) / work.steps
+            return replace(rank, cell_seconds=cell, step_seconds=step)
 
         cluster = replace(cluster, ranks=change_ranks(at_best_batch))
         yield "batch sizes, launches", cluster
@@ -270,11 +281,9 @@ class CandidateOutcome:
         )
         once = min(1.0, work.prompts / times) if times else 1.0
 
-        def with_resident_encoders(rank: VirtualRank) -> dict[str, float]:
-            return {
-                "encode_seconds": once * (units["encode"][rank.pool] or 0.0),
-                "decode_seconds": best_seconds("decode", rank),
-            }
+        def with_resident_encoders(rank: VirtualRank) -> VirtualRank:
+            encode = once * (units["encode"][rank.pool] or 0.0)
+            return replace(rank, encode_seconds=encode, decode_seconds=best_seconds("decode", rank))
 
         cluster = replace(cluster, ranks=change_ranks(with_resident_encoders))
         yield "encoders: residence, repetition", cluster

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
-from typing import Any
+from typing import NotRequired, TypedDict
 
+from digenrl.extensions.planner.bound import seconds_per_unit, work_units
 from digenrl.extensions.planner.candidate import Candidate
-from digenrl.extensions.planner.outcome import SLOWER_GENERATION, CandidateOutcome
+from digenrl.extensions.planner.evaluation import evaluation_seconds, trainers_evaluate
+from digenrl.extensions.planner.outcome import SLOWER_GENERATION, CandidateOutcome, Limit
 from digenrl.extensions.planner.planner import Plan
 from digenrl.extensions.planner.workload import BASE_BYTES, Drawn
 from digenrl.hardware import Hardware
@@ -22,6 +24,73 @@ COLUMNS = 100
 """Width of what a plan prints."""
 NEAR_DUPLICATE = 0.01
 """Relative difference of step times below which two candidates of one schedule are shown as one."""
+
+
+class CandidateRecord(TypedDict):
+    """A candidate in plan.json."""
+
+    overrides: list[str]
+    """Words of a command line that run it."""
+    schedule: str
+    async_steps: int
+    trainers: int
+    rollouts: int
+    step_s: float
+    samples_per_s: float
+    bound_step_s: float
+    efficiency: float
+    settled: bool
+    simulated_steps: int
+    jitter_step_s: float
+    slow_rank_step_s: float
+    robust_step_s: float
+    messages: list[str]
+    memory_gib: dict[str, float]
+    """Role -> GiB of its fullest rank."""
+    host_gib: dict[str, float]
+    """Pool -> GiB of its fullest node."""
+    recompute: dict[str, bool | str | dict[str, float]]
+    """Pool -> value of `model.gradient_checkpointing`."""
+    bubble: dict[str, float]
+    """Cause -> share of all GPU time."""
+    limits: list[Limit]
+
+
+class Sensitivity(TypedDict):
+    """The winner, and the best candidate, if denoising took `factor` times as long as assumed."""
+
+    factor: float
+    step_s: float
+    best: str
+    best_step_s: float
+
+
+class PlanRecord(TypedDict):
+    """What plan.json holds."""
+
+    candidates: list[CandidateRecord]
+    configured: CandidateRecord | None
+    """The run that the configuration describes."""
+    refused: str
+    best: dict[str, CandidateRecord | None]
+    """colocated, on_policy and async -> the best of this kind."""
+    pools: dict[str, int]
+    work: dict[str, float]
+    """Stage -> units of work in an RL step."""
+    seconds_per_unit: dict[str, dict[str, float | None]]
+    """Stage -> pool -> seconds; None where the pool cannot do the stage."""
+    sources: dict[str, dict[str, str]]
+    """Stage -> pool -> measured, published or assumed."""
+    sensitivity: Sensitivity
+    bound_step_s: float
+    gpu_hours: float
+    hours: float
+    price: float | None
+    rl_steps: int
+    simulated: int
+    """Number of simulated candidates."""
+    step_s_without_pool: NotRequired[dict[str, float] | None]
+    """Name of a pool without which the winner is faster -> seconds per step then."""
 
 
 def train_words(outcome: CandidateOutcome) -> list[str]:
@@ -59,7 +128,7 @@ def train_words(outcome: CandidateOutcome) -> list[str]:
 def evaluation_words(outcome: CandidateOutcome, drawn: Drawn | None) -> list[str]:
     """Return the word that lets trainers evaluate, in a list; an empty list where rollouts do, or
     nobody could choose."""
-    if drawn is None or outcome.costing.trainers_evaluate(drawn, outcome.candidate) is None:
+    if drawn is None or trainers_evaluate(outcome.costing, drawn, outcome.candidate) is None:
         return []
     return ["allocation.evaluation=trainers"]
 
@@ -79,7 +148,7 @@ def _recompute_word(recompute: Recompute | None) -> str:
     return str(value).lower()
 
 
-def candidate_entry(outcome: CandidateOutcome, explained: bool = True) -> dict[str, Any]:
+def candidate_entry(outcome: CandidateOutcome, explained: bool = True) -> CandidateRecord:
     """Return one candidate's entry in plan.json; its `limits` are empty if not `explained`."""
     return {
         "overrides": train_words(outcome),
@@ -120,7 +189,7 @@ def recompute_by_pool(outcome: CandidateOutcome) -> dict[str, Recompute]:
     costing, candidate = outcome.costing, outcome.candidate
     return {
         pool.name: costing.choose_recompute(candidate, pool)
-        for pool, _ in costing.trainers_by_pool(candidate)
+        for pool, _ in costing.place_ranks(candidate).trainers_by_pool
     }
 
 
@@ -151,7 +220,7 @@ def eligible_outcomes(plan: Plan, asynchronous: bool) -> list[CandidateOutcome]:
 
 def as_json(
     plan: Plan, asked: CandidateOutcome | None, refused: str, asynchronous: bool, booking: Booking
-) -> dict[str, Any]:
+) -> PlanRecord:
     """Return plan.json: the ranked candidates, the run's cost, and the numbers to recompute the
     bound from.
 
@@ -170,9 +239,9 @@ def as_json(
             kind: candidate_entry(outcome) if outcome else None for kind, outcome in best.items()
         },
         "pools": {pool.name: pool.count for pool in costing.hardware.pools},
-        "work": costing.work_units(),
-        "seconds_per_unit": costing.seconds_per_unit(),
-        "sources": costing.figure_sources(),
+        "work": work_units(costing.work),
+        "seconds_per_unit": seconds_per_unit(costing),
+        "sources": costing.costs.figure_sources(),
         "sensitivity": generation_sensitivity(plan, asynchronous),
         "bound_step_s": plan.bound_s,
         "gpu_hours": booking.gpu_hours(ranked[0]),
@@ -201,7 +270,7 @@ class Booking:
         ):  # the last evaluation overlaps with no training, so all of its time counts
             seconds += (self.evaluations - 1) * outcome.evaluation_s(self.drawn)
             last = outcome.rollouts_evaluate(self.drawn)
-            seconds += outcome.costing.evaluation_seconds(self.drawn, outcome.candidate, last)
+            seconds += evaluation_seconds(outcome.costing, self.drawn, outcome.candidate, last)
         return seconds / 3600
 
     def gpu_hours(self, outcome: CandidateOutcome) -> float:
@@ -217,7 +286,7 @@ class Booking:
         )
 
 
-def generation_sensitivity(plan: Plan, asynchronous: bool) -> dict[str, Any]:
+def generation_sensitivity(plan: Plan, asynchronous: bool) -> Sensitivity:
     """Return the winner's step if denoising took 20% longer than assumed, and the best candidate
     then."""
     ranked = eligible_outcomes(plan, asynchronous)
@@ -266,7 +335,7 @@ def booking_lines(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]
     if costing.work.engine == "eager" and costing.work.compiles:
         lines.append(f"With model.compile=true (not yet run on a GPU): {winner.compiled_s:.2f} s.")
     words: dict[str, list[str]] = {}
-    for stage, by_pool in plan.costing.figure_sources().items():
+    for stage, by_pool in plan.costing.costs.figure_sources().items():
         for source in sorted(set(by_pool.values())):
             where = [pool for pool, word in by_pool.items() if word == source]
             name = stage if len(where) == len(by_pool) else f"{stage} on {'+'.join(where)}"

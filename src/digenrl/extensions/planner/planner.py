@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any
 
-from digenrl.extensions.planner.candidate import Candidate
+from digenrl.extensions.planner.bound import step_bound
+from digenrl.extensions.planner.candidate import Candidate, Choices
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.enumeration import (
     colocated_candidates,
@@ -79,20 +78,20 @@ class Plan:
 def make_plan(
     costing: Costing,
     steps: int | None = None,
-    fixed: Mapping[str, Any] = MappingProxyType({}),
+    fixed: Choices | None = None,
     asynchronous: bool = True,
 ) -> Plan:
     """Search for the fastest way to run `costing`.
 
     Args:
         steps: RL steps of each finalist's simulation; None = until its step no longer changes.
-        fixed: choices that the user made: fields of `Candidate` and of `ScheduleSpec`.
+        fixed: choices that the user made; None: none.
         asynchronous: whether one-step asynchrony may be chosen.
 
     Raises:
         PlanError: no candidate fits. The message says how much memory is missing, and where.
     """
-    bound_s = costing.step_bound()
+    bound_s, fixed = step_bound(costing), fixed or {}
     seen: dict[Candidate, CandidateOutcome] = {}
     finalists: dict[Candidate, CandidateOutcome] = {}
 
@@ -176,13 +175,13 @@ def make_plan(
 
 
 def _first_candidates(
-    costing: Costing, fixed: Mapping[str, Any], asynchronous: bool
+    costing: Costing, fixed: Choices, asynchronous: bool
 ) -> Iterator[Iterable[Candidate]]:
     """Yield where the search begins: colocated runs, then splits of each asynchrony."""
     if not fixed.get("rollouts"):
         yield colocated_candidates(costing)
     if fixed.get("rollouts") != 0:
-        numbers = {int(fixed["trainers"])} if "trainers" in fixed else None
+        numbers = {fixed["trainers"]} if "trainers" in fixed else None
         for async_steps in range(1 + asynchronous):
             candidates = _apply_choices(
                 costing, disaggregated_candidates(costing, async_steps, numbers), fixed
@@ -264,7 +263,7 @@ def _order_contenders(ranked: list[CandidateOutcome]) -> list[CandidateOutcome]:
 
 
 def _apply_choices(
-    costing: Costing, candidates: Iterable[Candidate], fixed: Mapping[str, Any]
+    costing: Costing, candidates: Iterable[Candidate], fixed: Choices
 ) -> Iterator[Candidate]:
     """Yield `candidates` with the user's choices, and with steps per forward that fit these
     choices."""
@@ -287,7 +286,7 @@ def sync_run(costing: Costing, gpus: int) -> CandidateOutcome | None:
         for trainers, sharding in itertools.product(range(1, gpus), ("ddp", "hsdp", "fsdp"))
     )
     found = (c for c in every if is_allowed(costing, c) and not costing.find_misfits(c))
-    return find_fastest(costing, found, costing.step_bound())
+    return find_fastest(costing, found, step_bound(costing))
 
 
 def find_fastest(

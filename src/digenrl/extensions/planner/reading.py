@@ -4,10 +4,11 @@ hardware profile."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
@@ -15,7 +16,7 @@ from digenrl.advisor import named_keys
 from digenrl.config import Composed, config_directory
 from digenrl.config.relations import most_rollouts, needs_whole_batch, needs_whole_groups
 from digenrl.config.settings import Settings
-from digenrl.extensions.planner.candidate import Candidate
+from digenrl.extensions.planner.candidate import Candidate, Choices
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.measured import with_measured
 from digenrl.extensions.planner.memory import USABLE, rollout_memory
@@ -41,7 +42,21 @@ _FROM_START = (".AWM", ".DecoupledPPO")
 weights before its first."""
 _STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
-CHOICES = {
+_Choice = Literal[
+    "sharding",
+    "context",
+    "task_size",
+    "recompute",
+    "encoders",
+    "gap",
+    "static_claims",
+    "tsp_batch",
+    "tsp_shard",
+    "tag",
+    "shares",
+    "stale_fraction",
+]
+CHOICES: Mapping[str, _Choice] = {
     "parallel.sharding": "sharding",
     "parallel.context": "context",
     "sampling.task_size": "task_size",
@@ -137,7 +152,10 @@ def workload_of(composed: Composed) -> Workload:
         compiles=too_coarse is None,
     )
     most = most_rollouts(settings.allocation.rollouts)
-    able = bool(drawn) and trainers_must_evaluate(settings, 1 if most == AUTO else most) is None
+    able = (
+        bool(drawn)
+        and trainers_must_evaluate(settings, most if isinstance(most, int) else 1) is None
+    )
     asked = settings.allocation.evaluation == "rollouts"
     return replace(
         work,
@@ -272,19 +290,20 @@ def candidate_of(settings: Settings, trainers: int, rollouts: int, trained: int)
     )
 
 
-def fixed_choices(composed: Composed, costing: Costing) -> dict[str, Any]:
+def fixed_choices(composed: Composed, costing: Costing) -> Choices:
     """Return the choices that the planner must keep, as `make_plan` takes them.
 
     These are the keys of the command line, and values that are neither `auto` nor off.
     """
     settings = composed.settings
-    trainers: Any = settings.allocation.trainers
-    rollouts = most_rollouts(settings.allocation.rollouts)
+    trainers, rollouts = settings.allocation.trainers, most_rollouts(settings.allocation.rollouts)
     gpus = costing.hardware.gpus
-    fixed: dict[str, Any] = {"skip_zero": settings.schedule.skip_zero}
-    if isinstance(trainers, int) or isinstance(rollouts, int):
-        fixed["trainers"] = trainers if isinstance(trainers, int) else gpus - rollouts
+    fixed: Choices = {"skip_zero": settings.schedule.skip_zero}
+    if isinstance(trainers, int):
+        fixed["trainers"] = trainers
         fixed["rollouts"] = rollouts if isinstance(rollouts, int) else max(0, gpus - trainers)
+    elif isinstance(rollouts, int):
+        fixed["trainers"], fixed["rollouts"] = gpus - rollouts, rollouts
     candidate = candidate_of(settings, 1, 0, costing.work.trained_steps)
     values = {**vars(candidate.spec), **vars(candidate)}
     usual = {each.name: each.default for kind in (ScheduleSpec, Candidate) for each in fields(kind)}

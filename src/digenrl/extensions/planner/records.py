@@ -3,10 +3,13 @@ time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypedDict
 
+from digenrl.extensions.planner.virtual_cluster import Cluster
 from digenrl.record.spans import Span
 from digenrl.schedule.staleness import Ledger
 
@@ -18,6 +21,74 @@ REPEATED = 8
 """Fewest last steps that must repeat, in at least four periods, where earlier steps do not."""
 MOST_STEPS = 30
 """RL steps after which an unsettled schedule counts as never settling."""
+
+
+class SpanFacts(TypedDict, total=False):
+    """Further facts of a virtual span, as `digenrl.record.spans.Span` has them."""
+
+    cause: str
+    group: int
+    groups: list[int]
+    task: int
+    version: int
+    discarded: bool
+
+
+class EventQueue:
+    """What will happen in a virtual run, in the order of time, and the run's clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        """Virtual second of the present event."""
+        self._events: list[tuple[float, bool, int, Callable[[], None]]] = []
+        """(virtual second, late, number, what happens), a heap."""
+        self._number = 0
+
+    def post_event(self, time: float, event: Callable[[], None], late: bool = False) -> None:
+        """Let `event` happen at virtual second `time`; `late`: after all others of this moment."""
+        self._number += 1
+        heapq.heappush(self._events, (time, late, self._number, event))
+
+    def run_next(self) -> bool:
+        """Let the next event happen; return whether there was one."""
+        if not self._events:
+            return False
+        self.now, _, _, event = heapq.heappop(self._events)
+        event()
+        return True
+
+
+class SpanTable:
+    """Spans of a virtual run."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._ranks = cluster.ranks
+        self._rows: list[tuple[int, str, float, float, int, SpanFacts]] = []
+        """(rank, stage, start, end, step, facts)."""
+
+    def add_span(
+        self, rank: int, stage: str, start: float, end: float, step: int, facts: SpanFacts
+    ) -> None:
+        """Record a span, unless it is empty."""
+        if end > start:
+            self._rows.append((rank, stage, start, end, step, facts))
+
+    def seconds_between(self, begin: float, now: float) -> dict[tuple[str, str, str], float]:
+        """Return (pool, stage, cause) -> seconds between `begin` and `now`, summed over ranks."""
+        table: dict[tuple[str, str, str], float] = {}
+        pools = [rank.pool for rank in self._ranks]
+        for rank, stage, start, end, _, facts in self._rows:
+            if end > begin:
+                key = (pools[rank], stage, facts.get("cause", ""))
+                table[key] = table.get(key, 0.0) + (min(end, now) - max(start, begin))
+        return table
+
+    def all_spans(self) -> tuple[Span, ...]:
+        """Return every span."""
+        return tuple(
+            Span(rank, self._ranks[rank].role, stage, start, end, step, dict(facts))
+            for rank, stage, start, end, step, facts in self._rows
+        )
 
 
 @dataclass(eq=False)

@@ -4,13 +4,14 @@ split."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from digenrl.extensions.planner.candidate import Candidate
+from digenrl.extensions.planner.candidate import Candidate, Choices
 from digenrl.extensions.planner.costing import Costing
+from digenrl.extensions.planner.enumeration import context_sizes
 
-CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
+CHANGES: tuple[tuple[str, Choices], ...] = (
     ("schedule.tsp.batch=1", {"tsp_batch": 1}),
     ("model.gradient_checkpointing=auto", {"recompute": None}),
     ("parallel.sharding=fsdp", {"sharding": "fsdp"}),
@@ -50,8 +51,8 @@ def find_remedy(costing: Costing, candidate: Candidate) -> str:
 def _fitting_changes(costing: Costing, candidate: Candidate) -> list[str] | None:
     """Return the settings to name in `find_remedy`, or None if no settings make the candidate
     fit."""
-    tokens = [
-        (f"parallel.context={n}", {"context": n}) for n in costing.context_sizes(candidate)[-1:]
+    tokens: list[tuple[str, Choices]] = [
+        (f"parallel.context={n}", {"context": n}) for n in context_sizes(costing, candidate)[-1:]
     ]
     known = [
         (word, change)
@@ -60,21 +61,15 @@ def _fitting_changes(costing: Costing, candidate: Candidate) -> list[str] | None
     ]
     for count in range(len(known) + 1):
         for chosen in itertools.combinations(known, count):
-            trial = candidate.with_changes(
-                **{key: value for _, change in chosen for key, value in change.items()}
-            )
-            if not costing.find_misfits(trial):
+            if not costing.find_misfits(_with_all(candidate, chosen)):
                 return [word for word, _ in chosen]
-    smallest = candidate.with_changes(
-        **{key: value for _, change in CHANGES for key, value in change.items()}
-    )
-    gpus = costing.hardware.gpus
+    smallest, gpus = _with_all(candidate, CHANGES), costing.hardware.gpus
     for trainers in range(gpus, 0, -1):
         sharding = "fsdp" if trainers > 1 else "ddp"
         split = smallest.with_changes(
             trainers=trainers, rollouts=gpus - trainers, sharding=sharding
         )
-        for context in (1, *costing.context_sizes(split)[-1:]):
+        for context in (1, *context_sizes(costing, split)[-1:]):
             try:
                 if costing.find_misfits(split.with_changes(context=context)):
                     continue
@@ -89,3 +84,9 @@ def _fitting_changes(costing: Costing, candidate: Candidate) -> list[str] | None
             words += [f"parallel.context={context}"] * (context != candidate.spec.context)
             return words
     return None
+
+
+def _with_all(candidate: Candidate, changes: Sequence[tuple[str, Choices]]) -> Candidate:
+    for _, change in changes:
+        candidate = candidate.with_changes(**change)
+    return candidate

@@ -12,18 +12,26 @@ moves.
 from __future__ import annotations
 
 import functools
-import heapq
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from digenrl.extensions.planner.floor import floor_seconds
+from digenrl.extensions.planner.fragments import FragmentWork
 from digenrl.extensions.planner.generation import VirtualGeneration, Worker
-from digenrl.extensions.planner.records import MOST_STEPS, Led, Simulated, Unit, settled_from
-from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, micro_batches
-from digenrl.record.spans import Span
+from digenrl.extensions.planner.records import (
+    MOST_STEPS,
+    EventQueue,
+    Led,
+    Simulated,
+    SpanFacts,
+    SpanTable,
+    Unit,
+    settled_from,
+)
+from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance
 from digenrl.schedule import ScheduleSpec, Task, next_fragment, update_fragments, version_queue
 from digenrl.schedule.order import group_version, later_fragments
 from digenrl.schedule.ranks import Roles
@@ -133,59 +141,46 @@ class _VirtualRun:
         record: Record | None,
     ) -> None:
         self.spec, self.cluster, self.disturbance, self.trace = spec, cluster, disturbance, trace
-        self._factor = disturbance.duration_factors()
-        self._events: list[tuple[float, int, int, str, Any]] = []
-        self._sequence, self.now = 0, 0.0
-        self.spans: list[tuple[int, str, float, float, int, Mapping[str, Any]]] = []
+        self.events, self.spans = EventQueue(), SpanTable(cluster)
         roles = Roles(
             len(cluster.trainers),
             len(cluster.rollouts),
             lockstep=cluster.lockstep,
             split=cluster.static_claims,
         )
-        self.plan: Callable[[int], Sequence[Task]] = functools.cache(
+        plan: Callable[[int], Sequence[Task]] = functools.cache(
             lambda version: version_queue(spec, version, last_step)
         )
-        self.scheduler = Scheduler(spec, roles, self.plan, record)
+        factor = disturbance.duration_factors()
+        self.scheduler = Scheduler(spec, roles, plan, record)
         self.gen = VirtualGeneration(
-            spec, cluster, self.scheduler, self.plan, self._factor, self._post_event, self._add_span
+            spec,
+            cluster,
+            self.scheduler,
+            plan,
+            factor,
+            self.events,
+            self.spans,
+            self._finish_task,
         )
         self.units = [Unit(ranks) for ranks in cluster.units]
         self.unit_of = {rank: unit for unit in self.units for rank in unit.ranks}
-        whole = cluster.whole
-        if whole is None or len(whole[1].units) != len(cluster.units):
-            whole = spec, cluster
-        self.micro_batches = functools.cache(functools.partial(micro_batches, *whole))
-        self._members = {
-            ranks: [(ranks[i * len(ranks) // len(own)], member) for i, member in enumerate(own)]
-            for ranks, own in zip(cluster.units, whole[1].units, strict=True)
-        }
-        """Unit -> (its rank, trainer whose cells determine how long the unit trains). A coarsened
-        run takes the trainers of the whole run if both have the same units, because who waits for
-        whom depends on the cells of every trainer."""
-        self.together = (
-            self._micro_batch_seconds
-            if disturbance.jitter
-            else functools.cache(self._micro_batch_seconds)
-        )
+        cells = self.scheduler.cells
+        self.work = FragmentWork(spec, cluster, cells, factor, disturbance.jitter > 0)
         self.led: list[Led] = []
         """Moves of the first unit in the present update, for the other units in lock-step to
         repeat."""
         self._ready_ones: set[tuple[int, ...]] = set()
         """Fragments of the step in progress that are known to be ready."""
-        self.cells = self.scheduler.cells
-        self.pending = functools.cache(self._pending_fragments)
-        self.later = functools.cache(functools.partial(later_fragments, spec))
+        self.later = functools.cache(partial(later_fragments, spec))
         for rank in self.unit_of:
             self.scheduler.expected("switch", rank, cluster.switch_seconds)
-            groups = self.pending(rank, 0)[0]
-            if cells := self.cells(groups)[rank]:
-                seconds = sum(self.together(self.unit_of[rank], groups))
-                self.scheduler.expected("train", rank, seconds / cells)
+            groups = self.work.pending(rank, 0)[0]
+            if own := cells(groups)[rank]:
+                seconds = sum(self.work.seconds(self.unit_of[rank].ranks, groups))
+                self.scheduler.expected("train", rank, seconds / own)
         self.version = 0
         """Version of the trainers' weights, which is also the number of the RL step in progress."""
-        self.visible = dict.fromkeys([rank.fetch_seconds for rank in cluster.ranks], 0)
-        """Transfer seconds to a place -> newest version that rollouts at this place can adopt."""
         self._lines = dict.fromkeys([rank.pool for rank in cluster.ranks], 0.0)
         """Pool -> virtual second at which the line from this pool will have sent everything."""
         self.updates_done, self.arrived = 0, 0
@@ -199,26 +194,11 @@ class _VirtualRun:
         self.changed = 0
         """First RL step since lending last switched itself off; 0 when it never did."""
         self._bubbles: list[Unit] = []
-        kinds = "finish complete fail notice visible bubble trained update"
-        self._handlers = {kind: getattr(self, f"_on_{kind}") for kind in kinds.split()}
         self._done_at: dict[int, float] = {}
         """Rank -> virtual second at which it finished, while other ranks of its unit still
         generate."""
 
     # ---- plumbing
-
-    def _post_event(self, time: float, kind: str, payload: Any) -> None:
-        self._sequence += 1
-        # A bubble comes after all other events of the same moment: a delivery or an update may
-        # still bring work.
-        late = 1 if kind == "bubble" else 0
-        heapq.heappush(self._events, (time, late, self._sequence, kind, payload))
-
-    def _add_span(
-        self, rank: int, stage: str, start: float, end: float, step: int, args: Mapping[str, Any]
-    ) -> None:
-        if end > start:
-            self.spans.append((rank, stage, start, end, step, args))
 
     def run_until(self, window: Callable[[list[float]], int | None]) -> Simulated:
         """Run until `window` returns the first step of the window to measure; it is called with the
@@ -226,74 +206,42 @@ class _VirtualRun:
         self._reserve_queue_head()
         self._begin_update()
         for time, rank in self.disturbance.failures:
-            self._post_event(time, "fail", rank)
+            self.events.post_event(time, partial(self._stop_rank, rank))
         for worker in self.gen.generators:
             if worker.rank.role == "rollout":
-                self._next_task(worker)
+                self.gen.next_task(worker)
         first = None
         while first is None:
-            if not self._events:
-                raise DeadlockError(self._describe_situation())
             done = len(self.step_ends)
-            self.now, _, _, kind, payload = heapq.heappop(self._events)
-            self._handlers[kind](payload)
+            if not self.events.run_next():
+                raise DeadlockError(self._describe_situation())
             if len(self.step_ends) > done:
                 first = window(self.step_ends)
                 if first is None:
                     self._begin_update()
         for worker in self.gen.workers:  # unfinished tasks and waits count up to now
             if worker.claim is not None and not worker.dead:
-                self.gen.record_spans(worker, self.now)
-            self.gen.end_idle(worker, self.now)
+                self.gen.record_spans(worker)
+            self.gen.end_idle(worker)
         self.ledger.check_balance()
-        spans = [
-            Span(rank, self.cluster.ranks[rank].role, stage, start, end, step, dict(args))
-            for rank, stage, start, end, step, args in (self.spans if self.trace else ())
-        ]
+        begin = self.step_ends[first] if first >= 0 else 0.0
+        seconds = self.spans.seconds_between(begin, self.events.now)
+        spans = self.spans.all_spans() if self.trace else ()
         return Simulated(
-            tuple(self.step_ends), tuple(spans), first, True, self._summed_seconds(first),
+            tuple(self.step_ends), spans, first, True, seconds,
             tuple(self.gen.made), tuple(self.trained), self.staleness, self.ledger,
             tuple(self.messages),
         )  # fmt: skip
 
-    def _summed_seconds(self, first: int) -> dict[tuple[str, str, str], float]:
-        """Return (pool, stage, cause) -> seconds summed over ranks, between the end of step `first`
-        and now."""
-        begin = self.step_ends[first] if first >= 0 else 0.0
-        table: dict[tuple[str, str, str], float] = {}
-        pools = [worker.rank.pool for worker in self.gen.workers]
-        for rank, stage, start, end, _, args in self.spans:
-            if end > begin:
-                key = (pools[rank], stage, args.get("cause", ""))
-                table[key] = table.get(key, 0.0) + (min(end, self.now) - max(start, begin))
-        return table
-
     def _describe_situation(self) -> str:
         units = sorted({unit.state for unit in self.units})
         groups = len(self.completed[self.version])
-        where = f"virtual run stopped at {self.now:.3f} s in step {self.version}: trainers {units}"
-        return f"{where}, {groups} of {self.spec.prompts} groups complete."
+        return (
+            f"virtual run stopped at {self.events.now:.3f} s in step {self.version}: trainers "
+            f"{units}, {groups} of {self.spec.prompts} groups complete."
+        )
 
     # ---- generation
-
-    def _usable_versions(self, worker: Worker) -> Sequence[int]:
-        """Return the versions that a rank may generate with, the oldest first.
-
-        With asynchrony, a task that was lost with its rank may still need the version before the
-        newest.
-        """
-        if worker.rank.role == "trainer":
-            return (self.version,)
-        visible = self.visible[worker.rank.fetch_seconds]
-        return range(max(0, visible - self.spec.async_steps), visible + 1)
-
-    def _next_task(self, worker: Worker) -> None:
-        """Give a free rollout rank its next task, or record why it waits."""
-        if worker.dead or worker.busy:
-            return
-        cause = self.gen.offer_task(worker, self._usable_versions(worker), self.now)
-        if cause is not None:
-            self.gen.mark_idle(worker, self.now, cause)
 
     def _wake_idle_ranks(self, cause: str | None = None) -> None:
         """Let every rank that is idle (for `cause`, if given) look for work again, the fastest
@@ -310,7 +258,7 @@ class _VirtualRun:
         # A task that the fastest idle rank declines is declined by slower ranks too.
         for worker in sorted(idle, key=lambda w: (w.rank.step_seconds, w.rank.rank)):
             if worker.rank.role == "rollout" and worker.idle_since is not None:
-                self._next_task(worker)
+                self.gen.next_task(worker)
                 if cause is not None and worker.idle_since is not None:
                     break
         if self.gen.colocated:
@@ -320,16 +268,15 @@ class _VirtualRun:
                 if cause is not None and unit.state == "idle":
                     break
 
-    def _on_finish(self, payload: tuple[int, int]) -> None:
-        worker = self.gen.workers[payload[0]]
-        if worker.token != payload[1]:
+    def _finish_task(self, worker: Worker, token: int) -> None:
+        if worker.token != token:
             return
-        task = self.gen.finish_task(worker, self.now)
+        task = self.gen.finish_task(worker)
         part = task.first_sample // self.spec.task_size
         self.ledger.count_issued(task.step, task.group, task.samples, part)
         # A line sends one task after the other, so a task queues behind those of all ranks of its
         # pool.
-        sent = max(self.now, self._lines[worker.rank.pool]) + worker.rank.send_seconds
+        sent = max(self.events.now, self._lines[worker.rank.pool]) + worker.rank.send_seconds
         if worker.rank.send_seconds:
             self._lines[worker.rank.pool] = sent
         group = task.step, task.group
@@ -337,7 +284,8 @@ class _VirtualRun:
         if made + 1 < self.spec.tasks_per_group:
             self._arriving[group] = made + 1, max(last, sent)
         else:
-            self._post_event(max(last, sent) + self.cluster.deliver_seconds, "complete", group)
+            there = max(last, sent) + self.cluster.deliver_seconds
+            self.events.post_event(there, partial(self._complete_group, *group))
         self._free_worker(worker)
         if self.gen.idle_workers or self.gen.colocated:
             self._wake_idle_ranks("tail")
@@ -345,51 +293,47 @@ class _VirtualRun:
     def _free_worker(self, worker: Worker) -> None:
         unit = self.unit_of.get(worker.rank.rank)
         if unit is None:
-            self._next_task(worker)
+            self.gen.next_task(worker)
             return
         self.gen.announce_work(worker)
-        self._done_at[worker.rank.rank] = self.now
+        self._done_at[worker.rank.rank] = self.events.now
         if not any(self.gen.workers[rank].busy for rank in unit.ranks):
             # Sharded trainers leave generation together, so all wait for the slowest.
             for rank in unit.ranks:
-                done = self._done_at.pop(rank, self.now)
-                self._add_span(rank, "wait", done, self.now, self.version, {"cause": "straggler"})
-            self._on_trained(unit)
+                done = self._done_at.pop(rank, self.events.now)
+                self.spans.add_span(
+                    rank, "wait", done, self.events.now, self.version, {"cause": "straggler"}
+                )
+            self._free_unit(unit)
 
-    def _on_complete(self, payload: tuple[int, int]) -> None:
-        step, group = payload
+    def _complete_group(self, step: int, group: int) -> None:
         self.completed[step].add(group)
         if step == self.version:
             self._advance_idle(self.units)
 
-    def _on_fail(self, rank: int) -> None:
+    def _stop_rank(self, rank: int) -> None:
         worker = self.gen.workers[rank]
         if worker.rank.role != "rollout":
             raise ValueError(
                 f"failure of rank {rank}: only rollout ranks die alone; a trainer's death ends the "
                 "run."
             )
-        self.gen.stop_worker(worker, self.now)
-        self._post_event(self.now + self.disturbance.detect_seconds, "notice", rank)
+        self.gen.stop_worker(worker)
+        self.events.post_event(
+            self.events.now + self.disturbance.detect_seconds, partial(self._notice_death, worker)
+        )
 
-    def _on_notice(self, rank: int) -> None:
-        self.gen.notice_death(self.gen.workers[rank])
+    def _notice_death(self, worker: Worker) -> None:
+        self.gen.notice_death(worker)
         self._wake_idle_ranks()
-
-    def _on_visible(self, payload: tuple[int, float]) -> None:
-        version, seconds = payload
-        self.visible[seconds] = max(self.visible[seconds], version)
-        for worker in self.gen.generators:
-            if worker.rank.role == "rollout" and worker.rank.fetch_seconds == seconds:
-                self._next_task(worker)
 
     # ---- training
 
     def _begin_update(self) -> None:
         self.arrived, self.led = 0, []
         for unit in self.units:
-            unit.followed, unit.state, unit.since = 0, "idle", self.now
-            unit.pending = list(self.pending(unit.ranks[0], self.updates_done))
+            unit.followed, unit.state, unit.since = 0, "idle", self.events.now
+            unit.pending = list(self.work.pending(unit.ranks[0], self.updates_done))
             if self.updates_done == 0:
                 self.scheduler.step_begun(unit.ranks[0])
         self._advance_idle(self.units)
@@ -405,21 +349,13 @@ class _VirtualRun:
             )
         return fragment
 
-    def _unclaimed_tasks(self, unit: Unit, version: int) -> int:
-        """Return how many unclaimed tasks of the version are left for `unit` and for the units that
-        repeat its moves."""
-        if not (self.cluster.static_claims and self.cluster.lockstep):
-            return self.gen.unclaimed_tasks(version, self.gen.workers[unit.ranks[0]])
-        ranks = [rank for each in self.units for rank in each.ranks]
-        return sum(self.gen.unclaimed_tasks(version, self.gen.workers[rank]) for rank in ranks)
-
     def _choose_move(
         self, unit: Unit, ready: tuple[int, ...] | None, granted: int | None = None
     ) -> str:
         done = len(self.completed[self.version])
         # In all other cases the move does not depend on the number of tasks that are left.
         asks = self.gen.colocated or (self.spec.tag and ready is None)
-        left = self._unclaimed_tasks(unit, self.version) if asks else 0
+        left = self.gen.tasks_left(self.version, unit.ranks[0]) if asks else 0
         return self.scheduler.next_move(
             unit.ranks[0], self.updates_done, unit.pending, ready, done, left, granted
         )
@@ -434,7 +370,7 @@ class _VirtualRun:
         """Let a free unit train, lend, wait for a fragment, or wait for the other units at the end
         of the update."""
         if not unit.pending:
-            unit.state, unit.since = "barrier", self.now
+            unit.state, unit.since = "barrier", self.events.now
             self.arrived += 1
             if self.arrived == len(self.units):
                 self._end_update()
@@ -449,25 +385,22 @@ class _VirtualRun:
             self._generate_tasks(unit)  # each rank of the unit asks when it is offered a task
         elif move == ASK:
             if not self._bubbles:
-                self._post_event(self.now, "bubble", None)
+                # A delivery or an update of the same moment may still bring work.
+                self.events.post_event(self.events.now, self._fill_bubbles, late=True)
             if unit not in self._bubbles:
                 self._bubbles.append(unit)
         else:
             self._start_move(unit, move, ready)
 
-    def _unclaimed_by_version(self, unit: Unit) -> tuple[int, int]:
-        """Return the unclaimed tasks of the version before, and of the present one."""
-        older = self._unclaimed_tasks(unit, self.version - 1) if self.version else 0
-        return older, self._unclaimed_tasks(unit, self.version)
-
     def _reserve_queue_head(self) -> None:
         """Decide how many tasks of the present version's queue trainers claim before anybody."""
         if self.spec.tag:
-            first = self.units[0]
-            seen = self.version, self.later(-1), self._unclaimed_by_version(first), self.now
-            self.gen.set_queue_head(self.version, self.scheduler.opens(first.ranks[0], *seen))
+            first = self.units[0].ranks[0]
+            left = self.gen.tasks_left_by_version(first)
+            head = self.scheduler.opens(first, self.version, self.later(-1), left, self.events.now)
+            self.gen.set_queue_head(self.version, head)
 
-    def _on_bubble(self, _: None) -> None:
+    def _fill_bubbles(self) -> None:
         """Ask the scheduler whether the units that became idle at this moment lend (TAG)."""
         units, self._bubbles = self._bubbles, []
         for unit in units:
@@ -482,8 +415,8 @@ class _VirtualRun:
                     unit.ranks[0],
                     self.version,
                     pending,
-                    self._unclaimed_by_version(unit),
-                    self.now,
+                    self.gen.tasks_left_by_version(unit.ranks[0]),
+                    self.events.now,
                 )
                 move = self._choose_move(unit, ready, self.scheduler.lend(*seen, head))
             self._start_move(unit, move, ready)
@@ -517,46 +450,45 @@ class _VirtualRun:
         started, since = False, unit.since
         for rank in unit.ranks:
             worker = self.gen.workers[rank]
-            if self.gen.offer_task(worker, self._usable_versions(worker), self.now) is None:
+            if self.gen.offer_task(worker) is None:
                 started = True
             else:
-                self._done_at[rank] = self.now
+                self._done_at[rank] = self.events.now
         if not started and self.cluster.lockstep:
             seconds = self.spec.denoise_steps * max(
                 self.gen.workers[rank].rank.step_seconds for rank in unit.ranks
             )
             for rank in unit.ranks:
                 self._done_at.pop(rank)
-                self._add_span(
-                    rank, "lend", self.now, self.now + seconds, self.version, {"discarded": True}
+                self.spans.add_span(
+                    rank,
+                    "lend",
+                    self.events.now,
+                    self.events.now + seconds,
+                    self.version,
+                    {"discarded": True},
                 )
-            self._post_event(self.now + seconds, "trained", unit)
+            self.events.post_event(self.events.now + seconds, partial(self._free_unit, unit))
         if started or self.cluster.lockstep:
             self._record_wait(unit, since)
             unit.state, unit.lent = "lend", True
-            self._share_move(unit, Led(None, self.now, ()))
+            self._share_move(unit, Led(None, self.events.now, ()))
 
     def _record_wait(self, unit: Unit, since: float, cause: str | None = None) -> None:
         if cause is None:
             first = not self.trained or self.trained[-1][0] != self.version
             cause = "first_fragment" if first else "tail"
         for rank in unit.ranks:
-            self._add_span(rank, "wait", since, self.now, self.version, {"cause": cause})
-
-    def _micro_batch_seconds(self, unit: Unit, fragment: tuple[int, ...]) -> tuple[float, ...]:
-        """Return the seconds of each micro-batch of `fragment` on `unit`: those of its slowest
-        rank."""
-        table, factor = self.micro_batches(fragment), self._factor
-        pairs = self._members[unit.ranks]
-        rows = [[own * factor(rank) for own in table[member]] for rank, member in pairs]
-        return tuple([max(column) for column in zip(*rows, strict=True)])
+            self.spans.add_span(
+                rank, "wait", since, self.events.now, self.version, {"cause": cause}
+            )
 
     def _train_fragments(
         self, unit: Unit, fragment: tuple[int, ...] | None, led: Led | None = None
     ) -> None:
         self._record_wait(unit, unit.since)
         unit.state = "train"
-        begin, first = self.now, unit.ranks[0]
+        begin, first = self.events.now, unit.ranks[0]
         if unit.lent and not self.gen.colocated:
             begin += (
                 2 * self.cluster.switch_seconds
@@ -565,7 +497,7 @@ class _VirtualRun:
         alone = not self.cluster.lockstep and not self.disturbance.jitter
         while fragment is not None:
             unit.pending.remove(fragment)
-            own = self.together(unit, fragment)
+            own = self.work.seconds(unit.ranks, fragment)
             start, end = begin, begin + sum(own)
             if led is not None:  # no micro-batch begins before that of the first unit
                 end, its_begin = begin, led.begin
@@ -574,27 +506,22 @@ class _VirtualRun:
             for rank in unit.ranks:
                 self.trained.append((self.version, rank, fragment))
             if end > start:
-                args = {"groups": self.spec.groups_of(fragment)} if self.trace else {}
+                facts: SpanFacts = {}
+                if self.trace:
+                    facts["groups"] = self.spec.groups_of(fragment)
                 for rank in unit.ranks:
-                    self._add_span(rank, "train", start, end, self.version, args)
-            if cells := self.cells(fragment)[first]:
+                    self.spans.add_span(rank, "train", start, end, self.version, facts)
+            if cells := self.scheduler.cells(fragment)[first]:
                 self.scheduler.measured("train", first, (end - start) / cells)
             trained, begin = fragment, end
             # A unit on its own goes on with what is complete already, without an event for each.
             goes_on = alone and len(unit.pending) > self.gen.colocated
             fragment = self._ready_fragment(unit) if goes_on else None
-        self._post_event(end, "trained", unit)
+        self.events.post_event(end, partial(self._free_unit, unit))
         self._share_move(unit, Led(trained, start, own))
 
-    def _pending_fragments(self, rank: int, update: int) -> list[tuple[int, ...]]:
-        """Return the fragments of an update. As in the runtime, a trainer begins with those that
-        have cells for it."""
-        return sorted(
-            update_fragments(self.spec, update), key=lambda part: not self.cells(part)[rank]
-        )
-
-    def _on_trained(self, unit: Unit) -> None:
-        unit.state, unit.since = "idle", self.now
+    def _free_unit(self, unit: Unit) -> None:
+        unit.state, unit.since = "idle", self.events.now
         self._advance_unit(unit)
 
     def _end_update(self) -> None:
@@ -603,23 +530,24 @@ class _VirtualRun:
         for fragment in update_fragments(self.spec, self.updates_done):
             for portion, group in zip(fragment, self.spec.groups_of(fragment), strict=True):
                 self.ledger.count_trained(self.version, group, self.spec.parts_of(portion))
-        end = self.now + self.cluster.reduce_seconds + self.cluster.optimizer_seconds
+        end = self.events.now + self.cluster.reduce_seconds + self.cluster.optimizer_seconds
         last = self.updates_done + 1 == self.spec.updates_per_batch
         done = end + (self.cluster.snapshot_seconds if last else 0.0)
         for trainer in self.cluster.trainers:
-            self._add_span(trainer.rank, "optimizer", self.now, end, self.version, {})
-            self._add_span(trainer.rank, "publish", end, done, self.version, {})
-        self._post_event(done, "update", last)
+            self.spans.add_span(trainer.rank, "optimizer", self.events.now, end, self.version, {})
+            self.spans.add_span(trainer.rank, "publish", end, done, self.version, {})
+        self.events.post_event(done, partial(self._begin_next, last))
 
-    def _on_update(self, last: bool) -> None:
+    def _begin_next(self, last: bool) -> None:
+        """Begin the next update; where the `last` one of the step ended, publish its version."""
         self.updates_done += 1
         if last:
             for unit in self.units:
-                message = self.scheduler.step_ended(unit.ranks[0], self.now)
+                message = self.scheduler.step_ended(unit.ranks[0], self.events.now)
                 if message:
                     self.messages.append(message)
                     self.changed = len(self.step_ends) + 1
-            self.step_ends.append(self.now)
+            self.step_ends.append(self.events.now)
             self._ready_ones.clear()
             self.version += 1
             self.updates_done = 0
@@ -627,11 +555,10 @@ class _VirtualRun:
             self._reserve_queue_head()
             for rank in self.cluster.trainers:
                 self.gen.workers[rank.rank].held = self.version
-            for seconds in self.visible:
-                self._post_event(
-                    self.now + self.cluster.publish_seconds + seconds,
-                    "visible",
-                    (self.version, seconds),
+            for seconds in self.gen.visible:
+                self.events.post_event(
+                    self.events.now + self.cluster.publish_seconds + seconds,
+                    partial(self.gen.show_version, self.version, seconds),
                 )
         else:
             self._begin_update()

@@ -5,47 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Literal
+from typing import Literal
 
-from digenrl.facts import Facts, facts_by_family
-from digenrl.recompute import ALL, INPUTS
+from digenrl.facts import Facts, ModelSizes, facts_by_family
 from digenrl.schedule import ScheduleSpec
-
-REWARD_FLOPS = {
-    "pickscore": 0.38e12,
-    "clip_score": 0.33e12,
-    "image_similarity": 0.33e12,
-    "aesthetic": 0.17e12,
-    "dino_similarity": 0.04e12,
-    "hpsv3": 10.5e12,
-    "edit_reward": 38e12,
-    "video_align": 7.4e12,
-}
-"""FLOPs per sample of scorers on the GPU: 2 x parameters x tokens, for the ViT and for the language
-model of a Qwen-VL. Such a model reads 600 tokens, twice 1060, or 1500 for four frames. Other
-scorers run on the CPU."""
-
-JUDGE_FLOPS = {
-    "vlm_judge": 15e12,
-    "edit_judge": 18e12,
-    "unified_reward": 30e12,
-    "pair_judge": 54e12,
-}
-"""FLOPs per sample of a 7B judge that the run serves itself, for 430 and 560 tokens. Generating the
-answer is memory-bound. We assume that it costs as much as reading the prompt. UnifiedReward's
-answer is some hundred tokens longer. A pair judge asks three times per sample when four meet."""
-
-REWARD_CPU_SECONDS = {
-    "ocr": 0.3,
-    "video_quality": 0.1,
-    "jpeg": 0.01,
-    "digits": 0.001,
-    "scenes": 0.002,
-    "edit": 0.003,
-    "edit_done": 0.01,
-}
-"""Seconds per sample of scorers in a CPU thread beside the GPU. They delay a group, but occupy no
-GPU."""
 
 BASE_BYTES = {None: 2.0, "nf4": 0.5 + 4 / 64, "int8": 1.0}
 """`model.quantize` -> bytes of a frozen weight. nf4 has an fp32 scale per 64 weights; the scales of
@@ -176,7 +139,7 @@ class Workload:
         )
 
     @cached_property
-    def sizes(self) -> Mapping[str, Any]:
+    def sizes(self) -> ModelSizes:
         """Published sizes and counts of the model."""
         return self.facts.models[self.model]
 
@@ -210,10 +173,10 @@ class Workload:
     def text_tokens(self) -> int:
         """Text tokens of a sample: what a prompt is padded to, or, where padding is cut, what the
         facts say of a prompt, at most."""
-        usual, padded = int(self.sizes["text_tokens"]), self.sizes.get("padded")
+        usual, padded = self.sizes["text_tokens"], self.sizes.get("padded")
         if self.most_text is None:
             return usual
-        return min(usual, self.most_text) if padded is None else self.most_text + int(padded)
+        return min(usual, self.most_text) if padded is None else self.most_text + padded
 
     @property
     def latent_elements(self) -> int:
@@ -245,7 +208,7 @@ class Workload:
         """Bytes of one [tokens, hidden] in 16 bit, including text tokens where they go through the
         blocks."""
         length = self.tokens + self.text_tokens * self.sizes["joint_attention"]
-        return 2.0 * float(self.sizes["hidden"]) * length
+        return 2.0 * self.sizes["hidden"] * length
 
     @property
     def samples(self) -> int:
@@ -271,117 +234,8 @@ class Workload:
         """Exact number of trained parameters: LoRA's (in + out) x rank over the target layers, or
         every parameter."""
         if self.lora_rank is None:
-            return int(self.sizes["parameters"])
-        return int(self.sizes["lora_parameters_per_rank"][self.lora_targets]) * self.lora_rank
-
-    @property
-    def _trained(self) -> str:
-        """Key into the counts that differ between LoRA and full training."""
-        return "full" if self.lora_rank is None else self.lora_targets
-
-    def attention_flops(self) -> float:
-        """Return the FLOPs of the attention products in one forward: 4 x hidden x blocks x
-        tokens^2."""
-        return self._attention_flops_of(self.tokens, self.text_tokens)
-
-    def _attention_flops_of(self, tokens: int, text: int) -> float:
-        length = tokens + text * self.sizes["joint_attention"]
-        return float(4 * self.sizes["hidden"] * self.sizes["attention_blocks"] * length**2)
-
-    def forward_flops(self) -> float:
-        """Return the FLOPs of one forward of one sample: attention exactly, the rest bilinear in
-        latent and text tokens, through four counted points."""
-        points = self.sizes["flops"]
-        (few, text), *_, (many, less) = ((at["tokens"], at["text"]) for at in points)
-        a, b, c, d = (
-            at["flops"] - self._attention_flops_of(at["tokens"], at["text"]) for at in points
-        )
-        x, y = (self.tokens - few) / (many - few), (self.text_tokens - text) / (less - text)
-        return self.attention_flops() + a + x * (b - a) + y * (c - a) + x * y * (d - c - b + a)
-
-    def generating_flops(self) -> float:
-        """Return the FLOPs of one forward of one sample while it generates: with the constant
-        adapter, whose layers see latent and text tokens alike (an upper bound)."""
-        added = 2.0 * self.sampling_parameters * (self.tokens + self.text_tokens)
-        return self.forward_flops() + added
-
-    def backward_flops(self) -> float:
-        """Return the FLOPs of one backward.
-
-        Attention takes twice its forward. The rest takes twice its forward if all weights are
-        trained, and once with LoRA, because the frozen base has no weight gradients.
-        """
-        attention = self.attention_flops()
-        rest = self.forward_flops() - attention
-        return 2.0 * attention + (2.0 if self.lora_rank is None else 1.0) * rest
-
-    def repeated_flops(self, mode: str) -> float:
-        """Return the FLOPs that a backward repeats of one sample's forward when all blocks keep
-        `mode`.
-
-        Attention is exact. Of the rest it is the counted share.
-        """
-        attention = self.attention_flops()
-        share = float(self.sizes["repeated_flops"][self._trained][mode])
-        return (attention if mode == INPUTS else 0.0) + share * (self.forward_flops() - attention)
-
-    def repeated_bytes(self, mode: str) -> float:
-        """Return the bytes that this repetition writes and reads: twice the activations that were
-        not kept."""
-        return (
-            2.0 * float(self.sizes["blocks"]) * (self.kept_bytes(ALL, 1) - self.kept_bytes(mode, 1))
-        )
-
-    def kept_bytes(self, mode: str, rows: int, context: int = 1) -> float:
-        """Return the bytes that one unit of blocks keeps of a forward of `rows` samples for the
-        backward pass.
-
-        `context` ranks share the tokens of the picture, and each of them holds all text tokens.
-        """
-        return self._fitted_bytes(self.sizes["kept_bytes"][self._trained][mode], rows, context)
-
-    def beside_bytes(self, mode: str, rows: int, context: int = 1) -> float:
-        """Return the bytes beside those that blocks keep at the peak of a forward and backward
-        pass, if they keep all or their inputs."""
-        return self._fitted_bytes(
-            self.sizes["beside_bytes"][self._counted_variant()][mode], rows, context
-        )
-
-    def forward_bytes(self, rows: int) -> float:
-        """Return the peak bytes of a denoising step of `rows` samples, with weights in 16 bit."""
-        return self._fitted_bytes(self.sizes["forward_bytes"][self._counted_variant()], rows)
-
-    def _counted_variant(self) -> str:
-        # Adapters on attention alone need less than those on both.
-        return "full" if self.lora_rank is None else "attn_ff"
-
-    def _fitted_bytes(self, entry: Mapping[str, float], rows: int, context: int = 1) -> float:
-        row = entry["row"] + entry["text"] * self.text_tokens
-        return entry["forward"] + rows * (row + entry["token"] * self.tokens / context)
-
-    def decode_flops(self) -> float:
-        """Return the FLOPs of one sample's VAE decode."""
-        shown = (self.height // 8) * (self.width // 8) * self.frames
-        return float(self.sizes["decode"]["flops_per_latent_pixel_frame"]) * shown
-
-    def score_flops(self) -> float:
-        """Return the FLOPs of the GPU scorers per sample."""
-        return sum(REWARD_FLOPS.get(name, 0.0) for name in self.rewards)
-
-    def judge_flops(self) -> float:
-        """Return the FLOPs per sample of the slowest reward on a GPU of its own."""
-        return max(
-            ({**REWARD_FLOPS, **JUDGE_FLOPS}.get(name, 0.0) for name in self.judged), default=0.0
-        )
-
-    def score_cpu_seconds(self) -> float:
-        """Return the seconds of the CPU scorers per sample."""
-        return sum(REWARD_CPU_SECONDS.get(name, 0.0) for name in self.rewards)
-
-    def encode_flops(self) -> float:
-        """Return the FLOPs of the text encoders per prompt. The negative prompt is equal for all
-        and stays in the cache."""
-        return 2.0 * self.sizes["encoders"]["parameters"] * self.sizes["encoders"]["tokens"]
+            return self.sizes["parameters"]
+        return self.sizes["lora_parameters_per_rank"][self.lora_targets] * self.lora_rank
 
 
 @cache

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -33,12 +32,14 @@ from digenrl.config.command_settings import PlanSettings
 from digenrl.config.commands import shell_command
 from digenrl.config.compose import own_directories
 from digenrl.extensions.planner.advice import PlannerAdvisor
+from digenrl.extensions.planner.bound import step_bound
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.fewer_pools import FewerPools, faster_without
 from digenrl.extensions.planner.outcome import CandidateOutcome, simulate_candidate
 from digenrl.extensions.planner.plan_text import (
     COLUMNS,
     Booking,
+    PlanRecord,
     as_json,
     asynchronous_line,
     booking_lines,
@@ -103,7 +104,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def plan_of(words: Sequence[str]) -> dict[str, Any]:
+def plan_of(words: Sequence[str]) -> PlanRecord:
     """Return the content of plan.json for the words of a command line; nothing is written.
 
     Raises:
@@ -123,8 +124,7 @@ def splitting_advice(composed: Composed, made: Made) -> list[str]:
     if not made.asynchronous:
         with suppress(PlanError):
             steps = composed.settings.plan.simulated_steps  # type: ignore[attr-defined]
-            fixed = {"async_steps": 1}
-            other = make_plan(made.plan.costing, steps, fixed).best_of_kind("async")
+            other = make_plan(made.plan.costing, steps, {"async_steps": 1}).best_of_kind("async")
     return [
         asynchronous_line(made.plan, other, made.asynchronous),
         changes_line(made.plan.costing.hardware),
@@ -201,11 +201,12 @@ class Made:
     fewer: FewerPools | None
     """A faster run that leaves a pool out, or None."""
 
-    def plan_json(self) -> dict[str, Any]:
+    def plan_json(self) -> PlanRecord:
         """Return the contents of plan.json."""
-        fewer = None if self.fewer is None else {self.fewer.pool: self.fewer.best.step_s}
         content = as_json(self.plan, self.asked, self.refused, self.asynchronous, self.booking)
-        return content | {"step_s_without_pool": fewer}
+        fewer = None if self.fewer is None else {self.fewer.pool: self.fewer.best.step_s}
+        content["step_s_without_pool"] = fewer
+        return content
 
 
 def plan_experiment(composed: Composed) -> Made:
@@ -266,7 +267,7 @@ def as_configured(composed: Composed) -> CandidateOutcome:
     candidate = candidate_of(
         run.settings, *allocated_ranks(run.settings), costing.work.trained_steps
     )
-    return simulate_candidate(costing, candidate, costing.step_bound(), exact=True)
+    return simulate_candidate(costing, candidate, step_bound(costing), exact=True)
 
 
 def booking_of(settings: PlanSettings) -> Booking:

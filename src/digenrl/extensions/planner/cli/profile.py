@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -38,6 +38,11 @@ from digenrl.report.stages import UNITS, unit_seconds
 from digenrl.settle import with_task_size
 
 if TYPE_CHECKING:
+    from digenrl.algorithms.base import PolicyModule
+    from digenrl.models.policy import Policy
+    from digenrl.rewards.suite import RewardSuite
+    from digenrl.rollout.engine import Generation
+    from digenrl.schedule import ScheduleSpec
     from digenrl.types import TrainBatch, Trajectory
 
 REPEATS = 5
@@ -73,7 +78,9 @@ def main(words: Sequence[str]) -> int:
     composed = configuration.load_or_exit([word for word in words if word not in own], doc=doc)
     try:
         composed = with_task_size(composed, PlannerAdvisor())
-        pool = chosen_pool(composed.settings.hardware, read_arguments(ProfileKeys, own)[0].pool)
+        hardware = composed.settings.hardware
+        named = read_arguments(ProfileKeys, own)[0].pool
+        pool = chosen_pool(list(hardware.pools), hardware.emulate, named)
     except (configuration.ConfigError, ValueError) as error:
         print(error, file=sys.stderr)
         return configuration.EXIT_CODE
@@ -90,7 +97,8 @@ def main(words: Sequence[str]) -> int:
 
 def _profile_run(keys: ProfileKeys, _: Sequence[str]) -> None:
     run = read_run(str(keys.run))
-    pool = chosen_pool(read_stored(run.path, "run")[0].hardware, keys.pool)
+    hardware = read_stored(run.path, "run")[0].hardware
+    pool = chosen_pool([str(name) for name in hardware.pools], hardware.emulate, keys.pool)
     path = run.path / "profile.yaml"
     text = yaml.safe_dump({"seconds": {s: {pool: value} for s, value in unit_seconds(run).items()}})
     with atomic_replace(path) as unfinished:
@@ -99,14 +107,14 @@ def _profile_run(keys: ProfileKeys, _: Sequence[str]) -> None:
     print(f"{text}{path}")
 
 
-def chosen_pool(hardware: Any, name: str | None) -> str:
-    """Return the pool that this machine stands for.
+def chosen_pool(pools: Sequence[str], emulated: bool, name: str | None) -> str:
+    """Return the pool that this machine stands for: one of the profile's `pools`, the one with the
+    `name` if there is one.
 
     Raises:
         ValueError: an emulated profile, an unknown pool, or several and none named.
     """
-    pools = [str(pool) for pool in hardware.pools]
-    if hardware.emulate:
+    if emulated:
         raise ValueError(
             "hardware.emulate = true: sleeps cannot be measured; set hardware.emulate=false."
         )
@@ -133,9 +141,9 @@ def measure_stages(settings: Settings) -> dict[str, Measured]:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(settings.seed)
     device = torch.device(accelerator.device_kind())
-    policy = settings.build("model").to(device)
-    rewards = settings.build("reward")
-    module = settings.build("algorithm", policy=policy).to(device)
+    policy: Policy = settings.build("model").to(device)
+    rewards: RewardSuite = settings.build("reward")
+    module: PolicyModule = settings.build("algorithm", policy=policy).to(device)
     module.train()
     module.on_train_start()  # algorithms that keep copies of the weights make them here
     engine = engine_of(settings, module, rewards)
@@ -146,7 +154,7 @@ def measure_stages(settings: Settings) -> dict[str, Measured]:
     rows = spec.task_size
     task = Task(step=0, index=0, group=0, first_sample=0, samples=rows, version=0)
 
-    def generate_task() -> Any:
+    def generate_task() -> Generation:
         generation = engine.begin_task(task, prompt)
         while engine.steps_left(generation):
             generation = engine.take_step(generation)
@@ -180,7 +188,9 @@ def measure_stages(settings: Settings) -> dict[str, Measured]:
         engine.close()
 
 
-def training_batch(trajectory: Trajectory, spec: Any, weights: Mapping[str, float]) -> TrainBatch:
+def training_batch(
+    trajectory: Trajectory, spec: ScheduleSpec, weights: Mapping[str, float]
+) -> TrainBatch:
     """Return a micro-batch that trains `schedule.tsp.batch` steps of the task in one forward."""
     import torch
 
@@ -205,7 +215,7 @@ def training_batch(trajectory: Trajectory, spec: Any, weights: Mapping[str, floa
     )
 
 
-def _time_work(work: Callable[[], Any], units: int) -> Measured:
+def _time_work(work: Callable[[], object], units: int) -> Measured:
     """Return the seconds per unit of `work`, one call of which does `units` units."""
     import torch
 
