@@ -16,10 +16,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Literal, NotRequired, TypedDict
 
 import httpx
 from torch import Tensor
@@ -37,19 +37,38 @@ _KEY = "VLLM_API_KEY"
 """Environment variable in which both servers read their token."""
 
 
+class Serve(TypedDict, total=False):
+    """How the run starts a judge's server."""
+
+    build: Literal["real", "tiny"]
+    gpus: int
+    args: Sequence[str]
+    """Further words for `vllm serve`, of the flags in `digenrl.rewards.needs`."""
+
+
+class JudgeNode(TypedDict):
+    """Keys of a judge; its class takes further ones."""
+
+    _target_: str
+    model: str
+    """Directory or hub id."""
+    url: NotRequired[str]
+    serve: NotRequired[Serve | None]
+    token_env: NotRequired[str]
+
+
 class ServedJudge:
     """Scorer that starts the server which it asks.
 
     Args:
-        scorer: YAML node of the judge, with `url` (replaced), `model` (a directory or hub id) and
-            `serve`: {build: real | tiny, gpus, args: further words for `vllm serve`, of the flags
-            in `digenrl.rewards.needs`}.
+        scorer: YAML node of the judge. `url` is replaced.
         gpus: numbers of the GPUs that the server takes; none = processors.
         start_s: seconds within which the server must answer.
     """
 
-    def __init__(self, scorer: Mapping[str, Any], gpus: Sequence[int], start_s: float) -> None:
-        serve = {"build": "real", "args": (), **(scorer.get("serve") or {})}
+    def __init__(self, scorer: JudgeNode, gpus: Sequence[int], start_s: float) -> None:
+        serve = scorer.get("serve") or {}
+        build, words = serve.get("build", "real"), serve.get("args", ())
         with socket.create_server(("127.0.0.1", 0)) as found:
             port = found.getsockname()[1]
         token = secrets.token_urlsafe(32)
@@ -58,11 +77,9 @@ class ServedJudge:
             seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
             names = [seen[gpu] if len(seen) > gpu and seen[gpu] else str(gpu) for gpu in gpus]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-        with checkpoint(
-            _model_directory(scorer["model"], serve["build"]), serve["build"], _write_model
-        ) as path:
+        with checkpoint(_model_directory(scorer["model"], build), build, _write_model) as path:
             require_data(path)
-            command = server_command(path, scorer["model"], port, len(gpus), serve["args"])
+            command = server_command(path, scorer["model"], port, len(gpus), words)
             self._server = subprocess.Popen(
                 command, env=environment, preexec_fn=partial(end_with_parent, signal.SIGKILL)
             )

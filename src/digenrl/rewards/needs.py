@@ -120,13 +120,13 @@ def flag_problems(args: object) -> Iterator[str]:
 
 
 def scorers_and_statistics(
-    reward: Mapping[str, Any], callbacks: Mapping[str, Any]
+    reward: Mapping[str, object], callbacks: Mapping[str, object]
 ) -> Iterator[_Scorer]:
     """Yield (dotted key, description, YAML node) of every scorer built here, and of every statistic
     of the evaluation."""
     for key, name, node in placed_scorers(reward):
         yield key, f"reward {name}", node
-    evaluation = callbacks.get("evaluation") or {}
+    evaluation: Any = callbacks.get("evaluation") or {}
     for index, node in enumerate(evaluation.get("statistics") or ()):
         yield (
             f"callbacks.evaluation.statistics.{index}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from digenrl.rewards.managed import ManagedScorer
 from digenrl.rewards.process import ProcessScorer
@@ -17,7 +16,7 @@ PLACEMENTS = ("inline", "thread", "process", "managed", "http")
 
 def place_scorer(
     name: str,
-    scorer: Any,
+    scorer: Scorer | Mapping[str, object],
     placement: str,
     urls: Sequence[str] | None,
     start_s: float,
@@ -40,19 +39,23 @@ def place_scorer(
             f"Placement `{placement}` of reward `{name}` is unknown; known: "
             f"{', '.join(PLACEMENTS)}."
         )
-    described = isinstance(scorer, Mapping)
-    if described and "_target_" not in scorer:
-        raise ValueError(
-            f"The scorer of reward `{name}` has no `_target_`; got keys {sorted(map(str, scorer))}."
-        )
-    if not described and not callable(scorer):
+    if isinstance(scorer, Mapping):
+        if "_target_" not in scorer:
+            raise ValueError(
+                f"The scorer of reward `{name}` has no `_target_`; got keys "
+                f"{sorted(map(str, scorer))}."
+            )
+    elif not callable(scorer):
         raise ValueError(
             f"The scorer of reward `{name}` is {scorer!r}: give a callable or a YAML node with "
             "`_target_`."
         )
     if placement not in ("inline", "thread"):
         return _remote_maker(name, scorer, placement, urls, start_s, call_s)
-    return partial(build_scorer, scorer) if described else lambda: scorer
+    if isinstance(scorer, Mapping):
+        return partial(build_scorer, scorer)
+    made = scorer
+    return lambda: made
 
 
 def _remote_maker(

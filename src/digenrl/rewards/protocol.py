@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
+from typing import Annotated, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -269,7 +269,7 @@ def build_scorer(node: Mapping[str, object]) -> Scorer:
     return scorer
 
 
-def plain_node(node: Mapping[str, object]) -> dict[str, Any]:
+def plain_node(node: Mapping[str, object]) -> dict[str, object]:
     """Return `node` as plain containers with interpolations resolved (an OmegaConf node, or a dict
     as it is)."""
     from omegaconf import DictConfig, OmegaConf

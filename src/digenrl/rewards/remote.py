@@ -29,7 +29,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
 import torch
@@ -378,7 +378,7 @@ class RemoteScorer:
             break
         return ""
 
-    def _parse_answer(self, decode: Any, raw: bytes) -> Any:
+    def _parse_answer(self, decode: Callable[[bytes], _Result], raw: bytes) -> _Result:
         try:
             return decode(raw)
         except frames.FrameError as error:

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -55,15 +55,25 @@ class FailureCount:
         return self.missing / asked if asked else 0.0
 
 
+class RewardEntry(TypedDict):
+    """One reward of the group `reward`."""
+
+    scorer: Scorer | Mapping[str, object]
+    """A scorer, or the YAML node that describes one."""
+    weight: NotRequired[float]
+    """1 where it is absent."""
+    placement: NotRequired[str | None]
+
+
 class RewardSuite:
     """Suite of scorers that scores media with every reward of a mixture.
 
     The defaults are those of configs/reward/_suite.yaml.
 
     Args:
-        rewards: name -> {scorer, weight = 1.0, placement}. A reward of weight 0 is scored and
-            logged in every step, and never optimised.
-        heldout: name -> {scorer, placement}. These are scored only in evaluations, and never
+        rewards: name -> entry. A reward of weight 0 is scored and logged in every step, and never
+            optimised.
+        heldout: name -> entry without weight. These are scored only in evaluations, and never
             optimised.
         placement: placement of scorers whose entry has none: `inline` (in the caller's thread),
             `thread` (in the asynchronous scorer's thread), `process` (a process per scorer), `http`
@@ -80,8 +90,8 @@ class RewardSuite:
 
     def __init__(
         self,
-        rewards: Mapping[str, Mapping[str, Any]],
-        heldout: Mapping[str, Mapping[str, Any]] | None = None,
+        rewards: Mapping[str, RewardEntry],
+        heldout: Mapping[str, RewardEntry] | None = None,
         placement: str = "thread",
         urls: Mapping[str, Sequence[str]] | None = None,
         max_missing_share: float = 0.25,

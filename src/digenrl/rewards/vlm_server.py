@@ -18,9 +18,9 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Literal, NotRequired, TypedDict
 
 import torch
 from PIL.Image import Image
@@ -43,6 +43,62 @@ _MOST_BYTES, _MOST_TOKENS = 64 << 20, 512
 _MOST_PIXELS, _BODY_S = 1 << 26, 30.0
 
 
+class Source(TypedDict):
+    """Picture of a message, as a data URI."""
+
+    url: str
+
+
+class Part(TypedDict):
+    """Text or picture of a message."""
+
+    type: Literal["text", "image_url"]
+    text: NotRequired[str]
+    image_url: NotRequired[Source]
+
+
+class Turn(TypedDict):
+    """One message of a chat."""
+
+    role: str
+    content: str | list[Part]
+
+
+class Range(TypedDict):
+    """Whole numbers that an answer may hold."""
+
+    minimum: int
+    maximum: int
+
+
+class Properties(TypedDict):
+    """JSON schema of an object with one number."""
+
+    properties: dict[str, Range]
+
+
+class NamedSchema(TypedDict):
+    """A JSON schema in OpenAI's form."""
+
+    schema: Properties
+
+
+class Form(TypedDict):
+    """Form of an answer: any text, or an object of a JSON schema."""
+
+    type: Literal["text", "json_schema"]
+    json_schema: NotRequired[NamedSchema]
+
+
+class Body(TypedDict):
+    """Request for a chat completion, as far as the server reads it. A client may send anything."""
+
+    model: str
+    messages: list[Turn]
+    max_tokens: NotRequired[int | None]
+    response_format: NotRequired[Form | None]
+
+
 class Chat:
     """The model, and its answers to requests of OpenAI's form."""
 
@@ -56,13 +112,15 @@ class Chat:
         self.model = model.to(self.device).eval()
 
     @torch.no_grad()
-    def generate_answer(self, body: Mapping[str, Any]) -> str:
+    def generate_answer(self, body: Body) -> str:
         """Return the answer's text. Raises LookupError, TypeError or ValueError for another
         form."""
         turns, pictures = [], list[Image]()
         for message in body["messages"]:
             content = message["content"]
-            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            parts: list[Part] = (
+                [{"type": "text", "text": content}] if isinstance(content, str) else content
+            )
             shown = [_decode_picture(part) for part in parts if part["type"] == "image_url"]
             pictures += shown
             kept = [
@@ -96,7 +154,7 @@ class Chat:
     def _end(self) -> int:
         return int(self.processor.tokenizer.eos_token_id)
 
-    def _allowed_answers(self, form: Mapping[str, Any] | None) -> list[list[int]]:
+    def _allowed_answers(self, form: Form | None) -> list[list[int]]:
         """Return the tokens of every answer that `form` allows; [] = any answer."""
         if form is None or form["type"] == "text":
             return []
@@ -109,7 +167,7 @@ class Chat:
         return [[*each, self._end] for each in ids]
 
 
-def _decode_picture(part: Mapping[str, Any]) -> Image:
+def _decode_picture(part: Part) -> Image:
     kind, _, data = part["image_url"]["url"].partition(";base64,")
     if not kind.startswith("data:image/"):
         raise ValueError("pictures are sent as data URIs; nothing is fetched")
