@@ -30,7 +30,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,14 @@ class _Over(RuntimeError):
     """The group has lost a member, has timed out, or is being closed."""
 
 
+class Collectives(Protocol):
+    """Group of a backend (gloo, NCCL) outside of torch's default group."""
+
+    def broadcast(self, tensor: Tensor, root: int) -> dist.Work: ...
+    def allreduce(self, tensor: Tensor) -> dist.Work: ...
+    def abort(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Audience:
     """Members of a broadcast: trainer 0 and the rollouts that a run began with."""
@@ -88,7 +96,7 @@ class BroadcastLink(SocketLink):
         self._turns: queue.Queue[tuple[Routes, Message] | None] = queue.Queue()
         """Messages for the broadcast thread, with their routes; routes are empty on a rollout."""
         # No group -> formed -> ended. A group that has ended is never formed again.
-        self._group: dist.Backend | None = None
+        self._group: Collectives | None = None
         self._ended = False
         self._kept: list[tuple[Routes, Message]] = []
         """Trainer 0: messages of the version in progress, with the routes to ranks that may lack
@@ -157,7 +165,7 @@ class BroadcastLink(SocketLink):
         ) as error:  # raised again by `receive`, in the thread that can act on it
             self._inbox.put(error)
 
-    def _own_stream(self) -> AbstractContextManager[Any]:
+    def _own_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else self._stream
 
     # ---- trainer 0
@@ -232,7 +240,7 @@ class BroadcastLink(SocketLink):
                 )
         return True
 
-    def _announce_broadcast(self, meta: Mapping[str, Any]) -> None:
+    def _announce_broadcast(self, meta: Mapping[str, object]) -> None:
         for rank in self._audience.ranks[1:]:
             super().send(rank, Message(MessageKind.WEIGHTS, meta))
 
@@ -301,7 +309,7 @@ class BroadcastLink(SocketLink):
 
     def _form_group(self) -> None:
         """Form the group. Raises _Over when a member is lost or does not come in time."""
-        made: Future[Any] = Future()
+        made: Future[Collectives] = Future()
         threading.Thread(
             target=self._create_group, args=(made,), name="broadcast-group", daemon=True
         ).start()
@@ -311,7 +319,7 @@ class BroadcastLink(SocketLink):
         self._group = made.result()
         self._wait_for_members("join_s")  # the backend connects now
 
-    def _create_group(self, made: Future[Any]) -> None:
+    def _create_group(self, made: Future[Collectives]) -> None:
         """Form the group in a thread that may be abandoned, because torch cannot be interrupted
         while it waits."""
         audience = self._audience
@@ -319,9 +327,9 @@ class BroadcastLink(SocketLink):
         store = dist.PrefixStore("broadcast/group", audience.store)
         try:
             if self._stream is None:
-                made.set_result(
-                    dist.ProcessGroupGloo(store, *seat, timedelta(seconds=self._limits.join_s))
-                )
+                limit = timedelta(seconds=self._limits.join_s)
+                gloo: Any = dist.ProcessGroupGloo(store, *seat, limit)
+                made.set_result(gloo)
             else:  # longer than this link waits: its watchdog would end the whole process
                 torch.accelerator.set_device_index(audience.device)
                 limit = timedelta(seconds=self._limits.collective_s)
@@ -338,7 +346,7 @@ class BroadcastLink(SocketLink):
         one = torch.ones(1, device=self._audience.device)
         self._complete_collective(lambda group: group.allreduce(one), limit)
 
-    def _complete_collective(self, begin: Callable[[Any], Any], limit: str) -> None:
+    def _complete_collective(self, begin: Callable[[Collectives], dist.Work], limit: str) -> None:
         if (group := self._group) is None:  # `close` has ended it meanwhile
             raise _Over("this rank leaves")
         try:
@@ -393,7 +401,7 @@ def _reached_ranks(routes: Routes) -> set[int]:
     return {rank for first, further in routes.items() for rank in (first, *further)}
 
 
-def _abort_group(group: Any) -> None:
+def _abort_group(group: Collectives) -> None:
     with suppress(RuntimeError):
         group.abort()
 
@@ -404,7 +412,7 @@ def _shorten_error(error: BaseException) -> str:
 
 def _group_of(
     device: torch.device, store: dist.Store, seat: tuple[int, int], limit: timedelta
-) -> dist.Backend:
+) -> Collectives:
     """Return a new group of the backend of this kind of device.
 
     Raises:
@@ -421,7 +429,7 @@ def _group_of(
         usual = os.environ.get(_ON_ERROR)
         os.environ[_ON_ERROR] = "2"
         try:
-            return cast(dist.Backend, made(store, *seat, options))
+            return cast(Collectives, made(store, *seat, options))
         finally:
             os.environ.pop(_ON_ERROR)
             if usual is not None:
@@ -429,7 +437,7 @@ def _group_of(
     plugin = dist.Backend._plugins.get(name.upper())
     if plugin is None or plugin.extended_api:
         raise ValueError(f"torch cannot form a group of its own with {name}")
-    return cast(dist.Backend, plugin.creator_fn(store, *seat, limit))
+    return cast(Collectives, plugin.creator_fn(store, *seat, limit))
 
 
 def broadcast_link(

@@ -22,7 +22,6 @@ import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import xxhash
 from torch import Tensor
@@ -145,7 +144,7 @@ def _is_numbered_bucket(message: Message) -> bool:
 
 
 def _mark_coded(
-    message: Message, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    message: Message, facts: Mapping[str, object], tensors: Mapping[str, Tensor]
 ) -> Message:
     return replace(message, meta={**message.meta, _CODED: dict(facts)}, tensors=tensors)
 

@@ -9,8 +9,8 @@ What travels keeps its own precision.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TypedDict
 
 import torch
 import xxhash
@@ -22,6 +22,17 @@ _REMEMBERED = 32
 """Parts of encoded prompts that both ends of a connection remember."""
 
 
+class Dropped(TypedDict):
+    """What completes a message again, as JSON values."""
+
+    names: list[str]
+    """Names of all its tensors, in order."""
+    known: dict[str, str]
+    """Name of a part that did not travel -> its digest."""
+    chained: bool
+    """Whether latents after a step are those before the next one, and travel once."""
+
+
 class Repeated:
     """What both ends of one direction of a connection remember. Both see the same messages in the
     same order, so they forget alike."""
@@ -29,9 +40,7 @@ class Repeated:
     def __init__(self) -> None:
         self._known: OrderedDict[str, Tensor] = OrderedDict()
 
-    def drop_repeated(
-        self, tensors: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def drop_repeated(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Dropped]:
         """Return the tensors that must travel, and what `restore_repeated` must know."""
         left, known = dict(tensors), dict[str, str]()
         for name in _condition_names(tensors):
@@ -47,9 +56,7 @@ class Repeated:
             left["next_latents"] = after[:, -1:]  # [b, 1, *L]
         return left, {"names": list(tensors), "known": known, "chained": chained}
 
-    def restore_repeated(
-        self, left: Mapping[str, Tensor], facts: Mapping[str, Any]
-    ) -> dict[str, Tensor]:
+    def restore_repeated(self, left: Mapping[str, Tensor], facts: Dropped) -> dict[str, Tensor]:
         """Invert `drop_repeated`.
 
         Raises:
@@ -75,7 +82,7 @@ class Repeated:
             self._known.popitem(last=False)
 
 
-def _condition_names(names: Any) -> list[str]:
+def _condition_names(names: Iterable[str]) -> list[str]:
     return [name for name in names if name.startswith("condition/")]
 
 
