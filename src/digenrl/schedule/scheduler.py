@@ -546,7 +546,7 @@ class Scheduler:
         return rank in self._ranks and ("generate", rank) in self._costs
 
 
-def record_header(spec: ScheduleSpec, roles: Roles, last_step: int) -> dict[str, Any]:
+def record_header(spec: ScheduleSpec, roles: Roles, last_step: int) -> dict[str, object]:
     """Return the first row of a record, from which a scheduler can be built. `last_step` is the
     run's final RL step."""
     return {"spec": asdict(spec), "roles": asdict(roles), "last_step": last_step}
@@ -561,6 +561,6 @@ def _by_fragment(
     return tuple([sum([counts.pop(group, 0) for group in groups]) for groups in pending])
 
 
-def _json_value(value: Any) -> Any:
+def _json_value(value: object) -> object:
     """Return `value` as it is after a round trip through JSON."""
     return [_json_value(item) for item in value] if isinstance(value, (list, tuple)) else value
