@@ -29,7 +29,7 @@ from digenrl.config.stored import tie_of
 from digenrl.hardware import assign_ranks, parse_hardware, trainer_speeds
 from digenrl.models.lora import PRESETS, LoraSpec, lora_modules
 from digenrl.models.pipeline import DiffusersPolicy
-from digenrl.models.policy import Policy
+from digenrl.models.policy import ModelKeys, Policy
 from digenrl.record.redact import redact
 from digenrl.record.run_dir import append_event
 from digenrl.rewards.needs import unscorable_prompts
@@ -241,8 +241,9 @@ def _check_callbacks(settings: Settings) -> None:
 def check_parts(settings: Settings) -> None:
     """Raise ValueError for a model or an algorithm that cannot be built, or a prompt that a reward
     could never score, before anything is written or started."""
-    model, strategy = _import_target(settings, "model"), _import_target(settings, "strategy")
-    if not settings.hardware.emulate and isinstance(model, type) and issubclass(model, Policy):
+    named, strategy = _import_target(settings, "model"), _import_target(settings, "strategy")
+    model = named if isinstance(named, type) and issubclass(named, Policy) else None
+    if not settings.hardware.emulate and model is not None:
         model.check(settings.node_at("model"))
         _check_lora(model, settings.node_at("model"))
         continued = settings.model.lora is not None and settings.model.lora.get("path") is not None
@@ -265,11 +266,12 @@ def check_parts(settings: Settings) -> None:
     if not settings.hardware.emulate:
         evaluated = list(evaluation_prompts(settings))
         asked = dict([*training_prompts(settings), *evaluated])
-        for where, prompt in asked.items() if issubclass(model, Policy) else ():
-            try:
-                model.codec_class.check_prompt(prompt, model.family)
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from error
+        if model is not None:
+            for where, prompt in asked.items():
+                try:
+                    model.codec_class.check_prompt(prompt, model.family)
+                except ValueError as error:
+                    raise ValueError(f"{where}: {error}") from error
         if problems := unscorable_prompts(
             settings.node_at("reward"), asked.items(), settings.callbacks, evaluated
         ):
@@ -278,7 +280,7 @@ def check_parts(settings: Settings) -> None:
         check_kernel(settings.build("algorithm.sde"), settings.build("algorithm.surrogate"))
 
 
-def _check_lora(model: type[Policy], node: Mapping[str, Any]) -> None:
+def _check_lora(model: type[Policy], node: ModelKeys) -> None:
     """Raise ValueError for LoRA targets that do not compile, or match no layer of the network."""
     if (lora := node.get("lora")) is None:
         return
@@ -298,13 +300,14 @@ def _check_lora(model: type[Policy], node: Mapping[str, Any]) -> None:
             raise ValueError(f"model.lora.targets: {error}") from error
 
 
-def _import_target(settings: Settings, group: str) -> Any:
+def _import_target(settings: Settings, group: str) -> object:
     """Return the object that `_target_` of a group names."""
     name = settings.node_at(group)["_target_"]
     try:
-        return get_object(name)
+        found: object = get_object(name)
     except Exception as error:  # whatever the user's module raises while it is imported
         raise ValueError(
             f"{group}._target_ = {name}: cannot be imported ({' '.join(str(error).split())}); "
             "correct the name, or add the directory of its module to PYTHONPATH."
         ) from error
+    return found

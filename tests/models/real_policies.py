@@ -18,10 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks import _families
 from digenrl.models import pretrained
 from digenrl.models import tiny as tiny_builds
+from digenrl.models.lora import LoraKeys
 from digenrl.models.pipeline import DiffusersPolicy
 from tests.models.tiny_policies import FACTS, FAMILIES, size
 
-LORA = {"rank": 64, "alpha": 128, "targets": "attention_ff"}
+LORA: LoraKeys = {"rank": 64, "alpha": 128, "targets": "attention_ff"}
 
 
 def real(family: str, lora: bool, **arguments: Any) -> DiffusersPolicy:

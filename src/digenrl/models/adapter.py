@@ -17,6 +17,7 @@ from digenrl.models.lora import (
     ADAPTER,
     AdaptedLinear,
     CastLinear,
+    LoraKeys,
     LoraSpec,
     inject_lora,
     wide_dtype,
@@ -47,7 +48,7 @@ class Adapter:
         self,
         family: str,
         transformer: nn.Module,
-        lora: Mapping[str, object] | LoraSpec | None,
+        lora: LoraKeys | LoraSpec | None,
         dtype: torch.dtype,
         keep_reference: bool = False,
     ) -> None:

@@ -3,7 +3,7 @@ the grades)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from digenrl.recompute import ALL, ATTENTION, INPUTS, OFFLOAD, Recompute
 if TYPE_CHECKING:
     from diffusers import ModelMixin
 
-_PRODUCTS = {
+_PRODUCTS: Mapping[object, int] = {
     torch.ops.aten.mm.default: 0,
     torch.ops.aten.bmm.default: 0,
     torch.ops.aten.addmm.default: 1,
@@ -57,7 +57,7 @@ def enable_recompute(
 
 def _run_block(
     modes: dict[nn.Module, str], offload: Offload | None, block: nn.Module, *args: object
-) -> Any:
+) -> object:
     mode = modes.get(block, ALL)
     if mode == ALL:
         return block(*args)
@@ -72,7 +72,7 @@ def _run_block(
 
 
 def _keeps_output(
-    least: float, _: Any, operator: Any, *args: Any, **kwargs: Any
+    least: float, _: object, operator: object, *args: Tensor, **kwargs: object
 ) -> CheckpointPolicy:
     """Keep the output of fused attention, by any backend, and of products with at least `least`
     inputs per output."""
@@ -82,8 +82,7 @@ def _keeps_output(
         name = str(operator)
         kept = ("attention" in name or "flash_attn" in name) and "backward" not in name
     else:
-        left: Tensor = args[first]
-        right: Tensor = args[first + 1]
+        left, right = args[first], args[first + 1]
         # [..., inner] x [inner, outer]: repeating costs `inner` for each output that is kept.
         kept = left.shape[-1] >= least * right.shape[-1]
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

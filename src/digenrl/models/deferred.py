@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from accelerate import init_empty_weights
@@ -123,9 +124,14 @@ def _kept_buffers(network: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in network.named_buffers() if name in held]
 
 
-def _copy_rows(target: Tensor, source: Any) -> None:
-    """Copy into `target`, or into its local rows if it is sharded; `source` is a tensor or a slice
-    of a file."""
+class Rows(Protocol):
+    """Rows to read: a tensor, or a tensor of a file (`safe_open.get_slice`)."""
+
+    def __getitem__(self, rows: slice | EllipsisType, /) -> Tensor: ...
+
+
+def _copy_rows(target: Tensor, source: Rows) -> None:
+    """Copy into `target`, or into its local rows if it is sharded."""
     start, local = 0, target
     if isinstance(target, DTensor):
         local = target.to_local()
@@ -151,8 +157,8 @@ class _Stored:
         # Every file is opened once.
         self._open = cache(partial(safe_open, framework="pt"))
 
-    def open_tensor(self, name: str, shape: tuple[int, ...]) -> object:
-        """Return an object that gives rows of one tensor when indexed.
+    def open_tensor(self, name: str, shape: tuple[int, ...]) -> Rows:
+        """Return the rows of one tensor, none of them read yet.
 
         Raises:
             PretrainedError: see `fill_parameters`.
@@ -171,4 +177,5 @@ class _Stored:
                 f"the network takes {shape}: half a checkpoint, or another architecture; fetch it "
                 f"again with `hf download {self._path}`"
             )
-        return rows
+        found: Rows = rows
+        return found

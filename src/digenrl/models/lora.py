@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -76,6 +76,17 @@ PRESETS = ("attention", "attention_ff")
 """Values of `targets` that mean a family's own layers."""
 
 
+class LoraKeys(TypedDict):
+    """Keys of `model.lora`, which are those of `LoraSpec`."""
+
+    rank: int
+    alpha: float
+    targets: str | Sequence[str]
+    expected: NotRequired[int | None]
+    seed: NotRequired[int | None]
+    path: NotRequired[str | None]
+
+
 @dataclass(frozen=True)
 class LoraSpec:
     """The linear layers of the transformer that get a low-rank adapter, and its size; scale = alpha
@@ -96,13 +107,13 @@ class LoraSpec:
     one."""
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> LoraSpec:
-        """Return the spec of a YAML mapping {rank, alpha, targets, expected?, seed?, path?}.
+    def from_config(cls, config: LoraKeys) -> LoraSpec:
+        """Return the spec of the group `model.lora`.
 
         Raises:
             ValueError: the mapping has another key.
         """
-        allowed = {"rank", "alpha", "targets", "expected", "seed", "path"}
+        allowed = set(LoraKeys.__annotations__)
         for key in config:
             if key not in allowed:
                 nearest = difflib.get_close_matches(str(key), allowed, n=1)
@@ -115,14 +126,14 @@ class LoraSpec:
             raise ValueError(
                 f"lora needs {', '.join(missing)}; set model.lora.{missing[0]} or model.lora=null"
             )
-        targets = config["targets"]
+        targets, expected, path = config["targets"], config.get("expected"), config.get("path")
         return cls(
             rank=int(config["rank"]),
             alpha=float(config["alpha"]),
             targets=(targets,) if isinstance(targets, str) else tuple(targets),
-            expected=None if config.get("expected") is None else int(config["expected"]),
+            expected=None if expected is None else int(expected),
             seed=int(config.get("seed") or 0),
-            path=None if config.get("path") is None else str(config["path"]),
+            path=None if path is None else str(path),
         )
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -368,7 +369,8 @@ def _stated_scale(file: Path, metadata: Mapping[str, str], keys: list[str]) -> f
         # RUN/checkpoints/NAME/policy.safetensors
         config = file.parent.parent.parent / "config.yaml"
         try:
-            lora = read_plain(config)["model"]["lora"]
+            stored: Any = read_plain(config)
+            lora = stored["model"]["lora"]
             return float(lora["alpha"]) / int(lora["rank"])
         # A foreign YAML may fail in any way, and the remedy is the same.
         except Exception as error:

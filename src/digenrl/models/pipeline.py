@@ -24,9 +24,9 @@ from torch.nn.attention import SDPBackend
 from digenrl.facts import Facts, of_module
 from digenrl.models import deferred, hub_kernels, pretrained, quantized, tiny
 from digenrl.models.guidance import Guidance
-from digenrl.models.lora import PRESETS, LoraSpec
+from digenrl.models.lora import PRESETS, LoraKeys, LoraSpec
 from digenrl.models.pipeline_codec import Checkpoint, CodecSettings, DiffusersCodec
-from digenrl.models.policy import Policy, RecomputeConfig
+from digenrl.models.policy import ModelKeys, Policy, RecomputeConfig
 from digenrl.recompute import AUTO, parse_recompute
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class DiffusersPolicy(Policy):
         build: str = "real",
         guidance_scale: float = 1.0,
         true_cfg_scale: float = 1.0,
-        lora: Mapping[str, object] | None = None,
+        lora: LoraKeys | None = None,
         dtype: str = "auto",
         shift: float | None = None,
         grid: str = EXPLICIT,
@@ -212,7 +212,7 @@ class DiffusersPolicy(Policy):
         )
 
     @classmethod
-    def check(cls, settings: Mapping[str, Any]) -> None:
+    def check(cls, settings: ModelKeys) -> None:
         """Refuse a model config that cannot be built, from small files alone, before any rank
         starts.
 
@@ -245,7 +245,7 @@ class DiffusersPolicy(Policy):
             )
 
     @classmethod
-    def outline(cls, settings: Mapping[str, object]) -> nn.Module:
+    def outline(cls, settings: ModelKeys) -> nn.Module:
         """Return the transformer without weights, its experts included."""
         config = cls.network_config(settings)
         # A config.json also has keys of the library, such as _class_name.
@@ -258,7 +258,7 @@ class DiffusersPolicy(Policy):
             return cls.joined(networks)
 
     @classmethod
-    def network_config(cls, settings: Mapping[str, object]) -> dict[str, Any]:
+    def network_config(cls, settings: ModelKeys) -> dict[str, object]:
         """Return the transformer's configuration, defaults included, for a model config (its YAML's
         keys)."""
         if settings.get("build", "real") == "tiny":
@@ -408,7 +408,7 @@ class DiffusersPolicy(Policy):
             if i < count - 1 or layer not in cls.unread  # those of the last block get no gradient
         ]
 
-    def _lora_spec(self, lora: Mapping[str, object], config: FrozenDict) -> LoraSpec:
+    def _lora_spec(self, lora: LoraKeys, config: FrozenDict) -> LoraSpec:
         spec = LoraSpec.from_config(lora)
         if len(spec.targets) != 1 or spec.targets[0] not in PRESETS:
             return spec

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,24 @@ from digenrl.models import checkpointing
 from digenrl.models.adapter import Adapter
 from digenrl.models.codec import Codec
 from digenrl.models.guidance import NEGATIVE
-from digenrl.models.lora import LoraSpec, Names, wide_dtype
+from digenrl.models.lora import LoraKeys, LoraSpec, Names, wide_dtype
 from digenrl.models.lora_files import digest_of, read_adapter, read_sampling_adapter
 from digenrl.recompute import parse_recompute
+
+
+class ModelKeys(TypedDict, total=False):
+    """Keys of the group `model` that are read before a policy is built."""
+
+    build: Literal["tiny", "real"]
+    path: str | None
+    height: int
+    width: int
+    frames: int
+    lora: LoraKeys | None
+    quantize: Literal["nf4", "int8"] | None
+    attention_backend: str | None
+    compile: bool
+
 
 RecomputeConfig = bool | float | str | Mapping[str, float] | None
 """`model.gradient_checkpointing` (see `digenrl.recompute`)."""
@@ -87,7 +102,7 @@ class Policy(nn.Module, ABC):
         self,
         transformer: nn.Module,
         codec: Codec,
-        lora: Mapping[str, object] | LoraSpec | None = None,
+        lora: LoraKeys | LoraSpec | None = None,
         dtype: torch.dtype | str = torch.float32,
         gradient_checkpointing: RecomputeConfig = False,
         keep_reference: bool = False,
@@ -147,13 +162,13 @@ class Policy(nn.Module, ABC):
         self.sampling_digest = digest_of(factors)
 
     @classmethod
-    def outline(cls, settings: Mapping[str, object]) -> nn.Module | None:
+    def outline(cls, settings: ModelKeys) -> nn.Module | None:
         """Return the network of a model config (its YAML's keys) without weights, on the device
         "meta"; None where nobody knows its layers."""
         return None
 
     @classmethod
-    def check(cls, settings: Mapping[str, object]) -> None:
+    def check(cls, settings: ModelKeys) -> None:
         """Refuse a model config (its YAML's keys) that cannot be built, as far as small files show
         it, before any rank starts.
 
@@ -287,17 +302,18 @@ class Policy(nn.Module, ABC):
         with half or nullcontext():
             if not self.two_forwards:
                 return self._velocity_of(latents, self.predict(latents, sigmas, positive))
+            scale = self.cfg_scale
             if self.detach_unconditional:
                 with torch.no_grad():
                     output = self.predict(
                         latents,
                         sigmas,
-                        {key: self._negative_condition(condition, key) for key in positive},
+                        {key: _negative_part(condition, key, scale) for key in positive},
                     )
                 output = torch.cat([output, self.predict(latents, sigmas, positive)])  # [2B, *L]
             else:
                 both = {
-                    key: torch.cat([self._negative_condition(condition, key), value])
+                    key: torch.cat([_negative_part(condition, key, scale), value])
                     for key, value in positive.items()
                 }
                 # [2B, *L] of latents [2B, *L] and sigmas [2B]
@@ -346,11 +362,13 @@ class Policy(nn.Module, ABC):
         """Give parameters that were built without memory their values, on `device`. The others stay
         where they are."""
 
-    def _negative_condition(self, condition: dict[str, Tensor], key: str) -> Tensor:
-        try:
-            return condition[NEGATIVE + key]
-        except KeyError:
-            raise ValueError(
-                f"guidance scale {self.cfg_scale} needs condition['{NEGATIVE}{key}'], got "
-                f"{sorted(condition)}: encode the prompts with this policy"
-            ) from None
+
+def _negative_part(condition: dict[str, Tensor], key: str, scale: float) -> Tensor:
+    """Return a part of the unconditional branch's conditioning."""
+    try:
+        return condition[NEGATIVE + key]
+    except KeyError:
+        raise ValueError(
+            f"guidance scale {scale} needs condition['{NEGATIVE}{key}'], got "
+            f"{sorted(condition)}: encode the prompts with this policy"
+        ) from None

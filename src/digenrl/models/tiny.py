@@ -226,7 +226,7 @@ def _make_encoder(
     templates = [[spec["template"]]] if "template" in spec else []
     tokenizer = getattr(tokenizers, spec["tokenizer"])(*templates)
 
-    def resolve_value(value: object) -> Any:
+    def resolve_value(value: object) -> object:
         if isinstance(value, dict):
             return {key: resolve_value(item) for key, item in value.items()}
         # "<vocabulary>" is the tokenizer's size, any other "<...>" the number of that token.
@@ -239,4 +239,5 @@ def _make_encoder(
         return value
 
     model = getattr(transformers, spec["class"])
-    return tokenizer, model(model.config_class(**resolve_value(spec["config"])))
+    values = {key: resolve_value(item) for key, item in spec["config"].items()}
+    return tokenizer, model(model.config_class(**values))

@@ -10,7 +10,7 @@ of a rank is what its tokens give, and the sum over the group is the gradient of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -21,11 +21,11 @@ from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelC
 from torch.distributed.device_mesh import init_device_mesh
 
 from digenrl.facts import facts_by_family
-from digenrl.models.policy import Policy
+from digenrl.models.policy import ModelKeys, Policy
 from digenrl.strategy.shard import with_timeout
 
 
-def check_model(policy: type[Policy], ranks: int, settings: Mapping[str, Any]) -> None:
+def check_model(policy: type[Policy], ranks: int, settings: ModelKeys) -> None:
     """Refuse a model whose forwards `parallel.context` trainers cannot compute together.
 
     Args:

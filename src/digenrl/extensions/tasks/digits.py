@@ -39,6 +39,7 @@ from digenrl.models.codec import Codec
 from digenrl.models.guidance import Guidance
 from digenrl.models.latents import pack_latents as pack_latents
 from digenrl.models.latents import token_positions, unpack_latents
+from digenrl.models.lora import LoraKeys
 from digenrl.models.policy import Policy, RecomputeConfig
 from digenrl.models.wording import Wording
 
@@ -189,7 +190,7 @@ class EmbeddedPolicy(Policy):
     def __init__(
         self,
         path: str | Path | None = None,
-        lora: Mapping[str, object] | None = None,
+        lora: LoraKeys | None = None,
         dtype: torch.dtype | str = torch.float32,
         guidance_scale: float = 1.0,
         height: int | None = None,

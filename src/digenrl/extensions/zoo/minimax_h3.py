@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property, wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import diffusers
 import torch
@@ -24,6 +24,7 @@ from digenrl.models import pretrained
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
+from digenrl.models.policy import ModelKeys
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin
@@ -301,7 +302,7 @@ class MiniMaxH3Policy(DiffusersPolicy):
         return scheduler.sigmas
 
     @classmethod
-    def check(cls, settings: Any) -> None:
+    def check(cls, settings: ModelKeys) -> None:
         """Refuse also videos that the autoencoder cannot decode."""
         super().check(settings)
         sizes.require_multiple("frames", settings.get("frames", 1), CHUNK, offset=LATENTS)
