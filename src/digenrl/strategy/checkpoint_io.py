@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.tensor import DTensor
 
 from digenrl.record.run_dir import atomic_replace, own_folder
-from digenrl.record.small_file import json_of, read_text
+from digenrl.record.small_file import json_object, read_text
 from digenrl.strategy.checkpoint_storage import (
     POLICY,
     WHERE,
@@ -111,17 +111,17 @@ class DirectoryCheckpointIO(CheckpointIO):
         self._keep, self._tie = keep, dict(tie)
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+        self, checkpoint: Mapping[str, object], path: str | Path, storage_options: object = None
     ) -> None:
         """Write one checkpoint, alone. Raises: see `Writing.wait_until_complete`."""
         self.begin_writing(checkpoint, Path(path)).wait_until_complete()
 
     def begin_writing(
         self,
-        checkpoint: dict[str, Any],
+        checkpoint: Mapping[str, object],
         target: Path,
         group: dist.ProcessGroup | None = None,
-        stage: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        stage: Callable[[], AbstractContextManager[object]] = nullcontext,
         fixed: Iterable[Tensor] = (),
     ) -> Writing:
         """Copy `checkpoint` and begin to write it as `target`; nothing of an older one is touched
@@ -197,7 +197,7 @@ class DirectoryCheckpointIO(CheckpointIO):
                 old.unlink()
 
     def load_checkpoint(
-        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+        self, path: str | Path, map_location: object = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Verify and read one checkpoint, whole. Tensors and plain values only: nothing in it can
         execute.
@@ -208,7 +208,7 @@ class DirectoryCheckpointIO(CheckpointIO):
         verify_checkpoint(Path(path))
         return read_checkpoint(Path(path))
 
-    def remove_checkpoint(self, path: Any) -> None:
+    def remove_checkpoint(self, path: str | Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -277,7 +277,7 @@ def verify_checkpoint(directory: Path) -> None:
         _check_inside(directory, MANIFEST)
     try:
         text = read_text(directory / MANIFEST)
-        facts = {key: value for key, value in json_of(text).items() if key != "xxh3"}
+        facts = {key: value for key, value in json_object(text).items() if key != "xxh3"}
         files = facts["files"]
         intact = text == _manifest_text(facts)
     except (OSError, ValueError, KeyError, AttributeError) as error:
@@ -329,7 +329,7 @@ def ties_of(checkpoint: Path) -> list[dict[str, str]]:
     for name in (MANIFEST, RESUMED):
         with suppress(OSError, ValueError, KeyError, AttributeError):
             text = read_text(checkpoint / name)
-            facts = {key: value for key, value in json_of(text).items() if key != "xxh3"}
+            facts = {key: value for key, value in json_object(text).items() if key != "xxh3"}
             tie = facts["tie"]
             if text == _manifest_text(facts) and isinstance(tie, dict):
                 found.append({str(key): str(value) for key, value in tie.items()})
@@ -390,7 +390,7 @@ def newest_valid(
     )
 
 
-def _save_state(state: dict[str, Any], path: Path) -> None:
+def _save_state(state: dict[str, object], path: Path) -> None:
     """Write a state with torch.save, and raise the disk's own error. torch.save hides it behind a
     RuntimeError about positions."""
     with path.open("wb") as file:
@@ -402,7 +402,7 @@ def _save_state(state: dict[str, Any], path: Path) -> None:
             raise
 
 
-def _without_tensors(node: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+def _without_tensors(node: object, place: str, tensors: dict[str, Tensor]) -> object:
     """Return `node` without the tensors in its dictionaries. The tensors go to `tensors`."""
     if isinstance(node, list):
         return [
@@ -431,7 +431,7 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def _manifest_text(facts: dict[str, Any]) -> str:
+def _manifest_text(facts: dict[str, object]) -> str:
     """Return the text of a manifest, which ends with the digest of its own facts."""
     own = xxhash.xxh3_64_hexdigest(json.dumps(facts).encode())
     return json.dumps(facts | {"xxh3": own}, indent=2)

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 import xxhash
 from safetensors import SafetensorError, safe_open
@@ -56,8 +56,14 @@ _OFFSETS = "DCP_SHARDING_INFO"
 """Key of a part's header, as torch's `HuggingFaceStorageReader` reads it: name -> the row of the
 whole tensor at which it begins."""
 
-Description = dict[str, Any]
-"""Facts of a file: `bytes` and `xxh3`."""
+_Value = TypeVar("_Value")
+
+
+class Description(TypedDict):
+    """Size and digest of a file."""
+
+    bytes: int
+    xxh3: str
 
 
 class PartWriter(StorageWriter):
@@ -72,12 +78,12 @@ class PartWriter(StorageWriter):
     def __init__(
         self,
         directory: Path,
-        stage: Callable[[], AbstractContextManager[Any]],
+        stage: Callable[[], AbstractContextManager[object]],
         complete: Callable[[dict[str, Description]], None],
     ) -> None:
         self._directory, self._stage, self._complete = directory, stage, complete
 
-    def reset(self, checkpoint_id: Any = None) -> None:
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: a writer writes a single checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -153,12 +159,14 @@ class PartWriter(StorageWriter):
             self._complete(files)
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
 
 
 def save_weights(
-    tensors: Mapping[str, Tensor], path: Path, offsets: Mapping[str, Any] = MappingProxyType({})
+    tensors: Mapping[str, Tensor],
+    path: Path,
+    offsets: Mapping[str, Mapping[str, list[int]]] = MappingProxyType({}),
 ) -> None:
     """Write weights. safetensors' own error holds what the disk said, and is raised as an
     OSError."""
@@ -224,13 +232,13 @@ def _join_parts(parts: Iterable[Path], path: Path, metadata: Metadata) -> None:
                     target.write(tensor_bytes(file.get_tensor(name)))
 
 
-def _first_row(file: Any, name: str) -> int:
+def _first_row(file: safe_open, name: str) -> int:
     """Return the row of the whole tensor at which a part's tensor begins."""
     offsets = json.loads((file.metadata() or {}).get(_OFFSETS, "{}"))
     return int(offsets[name]["saved_offsets"][0]) if offsets else 0
 
 
-def _finished_future(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
+def _finished_future(value: _Value) -> Future[_Value]:
+    future: Future[_Value] = Future()
     future.set_result(value)
     return future

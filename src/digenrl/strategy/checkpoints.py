@@ -3,7 +3,7 @@ on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from digenrl.models.policy import Policy
 from digenrl.record.span_log import SpanLog
@@ -48,7 +49,7 @@ class Checkpoints:
         self.writing: Writing | None = None
         """The checkpoint that is being written, or None."""
 
-    def begin_writing(self, checkpoint: dict[str, Any], path: Path) -> None:
+    def begin_writing(self, checkpoint: Mapping[str, object], path: Path) -> None:
         """Begin to write `checkpoint` as `path`; `wait_until_written` reports the result.
 
         Raises:
@@ -93,7 +94,7 @@ class Checkpoints:
             return torch.empty(size, dtype=dtype)
         return torch.empty_like(parameters[name], dtype=dtype).detach()
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state by the names of the parameters: numbers would depend on
         their order."""
         names, state = list(self._policy.adapter.trained_parameters()), optimizer.state_dict()
@@ -107,7 +108,7 @@ class Checkpoints:
         }
 
     @staticmethod
-    def load_optimizers(optimizers: list[Any], checkpoint: Mapping[str, Any]) -> None:
+    def load_optimizers(optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any]) -> None:
         """Give each optimizer its state of `checkpoint`. The learning rate stays the
         configuration's, which a resumed run may change."""
         for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=True):

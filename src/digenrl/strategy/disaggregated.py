@@ -47,7 +47,8 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from digenrl import accelerator
 from digenrl.cluster import vitals
@@ -72,6 +73,7 @@ from digenrl.types import StepGivenUp, out_of_memory
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 
 class DisaggregatedStrategy(DDPStrategy):
@@ -281,7 +283,7 @@ class DisaggregatedStrategy(DDPStrategy):
 
     # ---- data and updates: `trainer_step.py`
 
-    def process_dataloader(self, dataloader: Any) -> Any:
+    def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
         trains = self.world.is_trainer and self.lightning_module.trainer.training
         return self.parts.step if trains else dataloader
@@ -290,11 +292,13 @@ class DisaggregatedStrategy(DDPStrategy):
         """Mark a micro-batch that is not the last one of its update; called by Lightning."""
         return self.parts.step.accumulate_gradients()
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self.parts.step.train_micro_batch(args[0]):
             return super().training_step(*args, **kwargs)
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         scaled = closure_loss * self.rank_setup.loss_scale
         with self.parts.step.tokens_shared():
             loss = super().backward(scaled, optimizer, *args, **kwargs)
@@ -302,8 +306,12 @@ class DisaggregatedStrategy(DDPStrategy):
         return loss
 
     def optimizer_step(
-        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], object],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> object:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.parts.step.count_update():
             self.parts.step.publish()
@@ -319,7 +327,7 @@ class DisaggregatedStrategy(DDPStrategy):
         with self.session.progress.stage("wait straggler"):
             return self.reduce_boolean_decision(stop, all=False)
 
-    def step_facts(self) -> dict[str, Any]:
+    def step_facts(self) -> dict[str, object]:
         """Return the numbers of the last finished RL step, for the recorder.
 
         `peak_gib` is rank -> stage -> most GiB of its GPU since the rank began, as its last
@@ -346,7 +354,7 @@ class DisaggregatedStrategy(DDPStrategy):
         return True
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+        self, checkpoint: Mapping[str, object], filepath: str | Path, storage_options: object = None
     ) -> None:
         """Begin to write; `wait_for_checkpoint` reports the result. Raises: see
         `wait_for_checkpoint`, of the checkpoint before."""
@@ -358,18 +366,18 @@ class DisaggregatedStrategy(DDPStrategy):
         self.parts.checkpoints.wait_until_written()
 
     def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         return self.parts.checkpoints.load_checkpoint(Path(checkpoint_path))
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> dict[str, Tensor]:
         assert self.lightning_module is not None
         return dict(self.lightning_module.state_dict())
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+    def load_model_state_dict(self, checkpoint: Mapping[str, object], strict: bool = True) -> None:
         """Do nothing: `load_checkpoint` has read the parameters in place."""
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self.parts.checkpoints.optimizer_state(optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -148,8 +148,8 @@ class Publisher:
             elif self._replicas == 1:
                 take_part(source)
             else:
-                facts["digest"] = compute_digest(source, like)
-                agree(facts["digest"])
+                facts["digest"] = digest = compute_digest(source, like)
+                agree(digest)
             if self._world.rank != 0:
                 state.previous = (
                     None  # every trainer read it from the checkpoint; trainer 0 alone publishes it

@@ -11,9 +11,9 @@ collectives, in which every rank looks as slow as the slowest.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -110,12 +110,12 @@ class Shares:
             )
         return shares
 
-    def checkpoint_state(self, version: int) -> dict[str, Any]:
+    def checkpoint_state(self, version: int) -> dict[str, list[float]]:
         """Return, for the checkpoint at the end of step `version` - 1, the shares that are fixed
         already."""
         return {str(step): list(shares) for step, shares in self._fixed.items() if step >= version}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
         """Undo `checkpoint_state`: a resumed run with as many trainers places these steps as the
         interrupted run would have."""
         fitting = {
