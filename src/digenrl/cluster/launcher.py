@@ -29,7 +29,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from digenrl.cluster.access import open_door
 from digenrl.cluster.control import Aborted, Control
@@ -77,7 +77,7 @@ class RankProcess(Protocol):
         """Exit code; None while the rank lives, negative for the signal that killed it."""
 
     @property
-    def sentinel(self) -> Any:
+    def sentinel(self) -> int:
         """Handle for `multiprocessing.connection.wait`, ready once the rank has ended."""
 
     def kill(self) -> None:
@@ -153,9 +153,8 @@ class Launch(Terms):
     """See `Launcher.places`."""
     handshake: Handshake = field(default_factory=Handshake)
     """The run's token, new for each run, and the limits for connections."""
-    credentials: Mapping[str, Any] = field(default_factory=dict)
-    """Values that a rollout must show to join, as JSON: the configuration, the version of the
-    code."""
+    credentials: Mapping[str, object] = field(default_factory=dict)
+    """Values that a rollout must show to join (`members.Credentials`); {}: none can join."""
     limits: Limits = field(default_factory=Limits)
     """How long ranks are waited for."""
     on_tick: Callable[[Callable[[], dict[int, str]]], None] = field(default=lambda states: None)

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypedDict
 
 from digenrl.cluster.claims import StoredClaims
 from digenrl.cluster.control import Control
@@ -30,6 +31,17 @@ from digenrl.schedule.claims import ClaimError, Claims
 
 CREDENTIALS = "credentials"
 """Store key of the values that a joining rank must show."""
+
+
+class Credentials(TypedDict):
+    """What a rank shows that joins, and the run compares: both have the same code and the same
+    configuration."""
+
+    code: str
+    configuration: dict[str, object]
+    """Dotted key -> value, without a machine's own keys."""
+
+
 _TOGETHER_S = 0.5
 """Seconds between a rollout's request to leave and the grant. A stop of the whole run may reach its
 ranks before the launcher, and must not look like single rollouts that leave."""

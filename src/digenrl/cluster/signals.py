@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 LEAVES = (signal.SIGTERM, signal.SIGUSR1)
 STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *LEAVES)
@@ -148,12 +148,13 @@ def ignore_closed_terminal() -> None:
     """Discard output to a terminal that is gone, or to a pipe that nobody reads, instead of
     failing."""
 
-    def attempt_call(descriptor: int, call: Callable[..., object], *args: object) -> Any:
+    def attempt_call(descriptor: int, call: Callable[..., object], *args: object) -> object:
         try:
             return call(*args)
         except OSError:
             # The descriptor itself, so that C code and child processes do not fail either.
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+            return None
 
     for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
         if stream is None:  # it was closed when the process began

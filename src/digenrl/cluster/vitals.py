@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import psutil
 
@@ -147,9 +147,17 @@ def watch_key(rank: int) -> str:
     return f"watch/{rank}"
 
 
-def process_facts(progress: Progress) -> dict[str, Any]:
-    """Return `peak_gib` of this process (`Progress.peaks`), and how many `graphs` torch.compile has
-    made in it."""
+class ProcessFacts(TypedDict):
+    """Facts that a rank's process tells with its heartbeats."""
+
+    peak_gib: dict[str, float]
+    """Stage -> GiB (`Progress.peaks`)."""
+    graphs: int
+    """Graphs that torch.compile has made."""
+
+
+def process_facts(progress: Progress) -> ProcessFacts:
+    """Return the facts of this process."""
     gib = {stage: round(held / 2**30, 4) for stage, held in sorted(dict(progress.peaks).items())}
     # Looked up, not imported: the import takes seconds, and most ranks do not compile.
     dynamo: Any = sys.modules.get("torch._dynamo.utils")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from digenrl import devices
 from digenrl.config.commands import shell_command
-from digenrl.config.relations import most_rollouts, votes_of_step
+from digenrl.config.relations import votes_of_step
 from digenrl.launchers.job import Job
 from digenrl.record.run_dir import LAUNCH, append_event
 from digenrl.settle import evaluating_ranks
@@ -36,7 +36,7 @@ def describe_launch(job: Job, run_dir: Path, checkpoint: Path | None) -> list[st
     data, schedule = settings.data, settings.schedule
     prompts = data.groups_per_step
     samples = prompts * data.group_size
-    most = most_rollouts(settings.allocation.rollouts)
+    _, most = settings.allocation.split
     more = f" (up to {most}, as there are places)" if most > rollouts else ""
     ranks = (
         f"{trainers} trainer{'s' * (trainers > 1)} + {rollouts} "

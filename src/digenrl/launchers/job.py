@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from digenrl import devices, parts
 from digenrl.advisor import Advice, Advisor
 from digenrl.cluster.launcher import Launcher, RankMain, check_open_files
+from digenrl.cluster.members import Credentials
 from digenrl.cluster.network import Network
 from digenrl.config import EXIT_CODE, Composed, ConfigError
 from digenrl.config.commands import to_continue
@@ -78,12 +78,11 @@ class Job:
         return None if most == "auto" else int(most)
 
     @property
-    def credentials(self) -> dict[str, Any]:
-        """What a rollout that joins must show: the same code and the same configuration; {} where
-        none can join."""
+    def credentials(self) -> Credentials | None:
+        """What a rollout that joins must show; None where none can join."""
         settings = self.composed.settings
         if not settings.allocation.rollouts or settings.schedule.claims == "split":
-            return {}
+            return None
         return {"code": code_version(), "configuration": configuration_identity(settings.tree)}
 
 

@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from json import loads
 from pathlib import Path
-from typing import Any
 
 from digenrl.cluster.access import Access
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake, NotOfThisRun
 from digenrl.cluster.launcher import RunOutcome, fork_rank
 from digenrl.cluster.limits import Limits
-from digenrl.cluster.members import CREDENTIALS, end_key
+from digenrl.cluster.members import CREDENTIALS, Credentials, end_key
 from digenrl.cluster.network import Network
 from digenrl.cluster.signals import StopSignals
 from digenrl.cluster.store import StoreClient, StoreLost
@@ -66,7 +65,7 @@ class JoinRequest:
         )
 
 
-def credentials_of(request: JoinRequest) -> Mapping[str, Any]:
+def credentials_of(request: JoinRequest) -> Credentials:
     """Return what a rank must show to join the run.
 
     Raises:
@@ -93,7 +92,7 @@ def credentials_of(request: JoinRequest) -> Mapping[str, Any]:
             f"the run at {request.place} ends{f': {cause}' if cause else ''}; nobody can join it "
             "any more."
         )
-    found: Mapping[str, Any] = loads(shown or "{}")
+    found: Credentials = loads(shown or "{}")
     if not found:
         raise ValueError(
             f"the run at {request.place} takes nobody in: it is colocated, or has "

@@ -24,12 +24,15 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from digenrl import devices, extras
 from digenrl.cluster.access import ACCESS
 from digenrl.cluster.control import Control
+from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import PlacementError, RankMain, run_rank
+from digenrl.cluster.limits import Limits
+from digenrl.cluster.network import Network
 from digenrl.cluster.signals import end_with_parent
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session, World
@@ -41,6 +44,10 @@ from digenrl.launchers.reaching import source_address
 from digenrl.record.redact import is_secret_name
 from digenrl.record.run_dir import LOGS, open_log
 from digenrl.settle import begins_with
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
 
 _INHERITED = re.compile(
     "(HF|TRANSFORMERS|DIFFUSERS|DIGENRL|NCCL|TORCH|PYTORCH|OMP)_|XDG_CACHE_HOME$"
@@ -141,6 +148,18 @@ def _fit_on_own_gpu(settings: Settings, fit: RankMain, world: World, session: Se
     fit(world, session)
 
 
+class SessionFacts(TypedDict):
+    """Fields of a rank's `Session` that travel to its machine."""
+
+    store_host: str
+    store_port: int
+    handshake: Handshake
+    run_dir: Path
+    epoch: float
+    network: Network
+    limits: Limits
+
+
 class Seat:
     """Ray actor: the process of one rank."""
 
@@ -148,8 +167,8 @@ class Seat:
         """Return as soon as the actor has a place."""
         return True
 
-    def live(self, rank_main: RankMain, world: World, facts: Mapping[str, Any]) -> int:
-        """Run this rank and return its exit code. `facts` are the fields of its `Session`."""
+    def live(self, rank_main: RankMain, world: World, facts: SessionFacts) -> int:
+        """Run this rank and return its exit code."""
         host = facts["network"].interface_address(lambda: source_address(facts["store_host"]))
         session = Session(**facts, host=host)
         if not session.run_dir.is_dir():
@@ -182,7 +201,7 @@ class RayRank:
 
     pid = None  # it may be on another machine
 
-    def __init__(self, actor: Any, call: Any) -> None:
+    def __init__(self, actor: ActorHandle, call: ObjectRef) -> None:
         self._actor = actor
         self.exitcode: int | None = None
         self.sentinel, self._ends = os.pipe()
@@ -261,7 +280,7 @@ def seated_ranks(
         free = ray.available_resources()
         group = placement_group([dict(want) for want in places.wants[:trainers]], strategy="PACK")
 
-        def create_actor(rank: int) -> Any:
+        def create_actor(rank: int) -> ActorHandle:
             want = places.wants[rank]
             options: dict[str, Any] = {
                 "num_cpus": want.get("CPU", 0),
@@ -284,16 +303,15 @@ def seated_ranks(
             ).start()
 
         def start_actor(rank_main: RankMain, world: World, session: Session) -> RayRank:
-            names = (
-                "store_host",
-                "store_port",
-                "handshake",
-                "run_dir",
-                "epoch",
-                "network",
-                "limits",
-            )
-            facts = {name: getattr(session, name) for name in names}
+            facts: SessionFacts = {
+                "store_host": session.store_host,
+                "store_port": session.store_port,
+                "handshake": session.handshake,
+                "run_dir": session.run_dir,
+                "epoch": session.epoch,
+                "network": session.network,
+                "limits": session.limits,
+            }
             life = RayRank(
                 seats[world.rank], seats[world.rank].live.remote(rank_main, world, facts)
             )
@@ -312,7 +330,7 @@ def seated_ranks(
 
 def _refill_place(
     life: RayRank | None,
-    seat: Callable[[], Any],
+    seat: Callable[[], ActorHandle],
     run_dir: Path,
     respawn_s: float,
     over: threading.Event,
@@ -368,7 +386,9 @@ def all_reserved(places: Places, free: Mapping[str, float], now: Mapping[str, fl
     )
 
 
-def _wait_for_places(places: Places, answers: Sequence[Any], before: Mapping[str, float]) -> None:
+def _wait_for_places(
+    places: Places, answers: Sequence[ObjectRef], before: Mapping[str, float]
+) -> None:
     """Wait until every rank has a place, and then until their processes have started. `before` is
     what was free before they asked.
 

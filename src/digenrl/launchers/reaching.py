@@ -6,9 +6,10 @@ import os
 import socket
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from digenrl.cluster.access import ACCESS, Access
-from digenrl.record.small_file import json_of, open_small, read_whole
+from digenrl.record.small_file import json_object, open_small, read_whole
 
 
 def read_access(run_dir: Path) -> Access:
@@ -34,7 +35,8 @@ def read_access(run_dir: Path) -> Access:
                 "somebody else wrote it."
             )
         try:
-            return Access(**json_of(read_whole(file)))
+            facts: Any = json_object(read_whole(file))
+            return Access(**facts)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{run_dir / ACCESS} does not say how to reach a run: {error}."
