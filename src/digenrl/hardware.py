@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from digenrl.config.settings import EfficiencySettings, HardwareSettings
+    from digenrl.config.settings import HardwareSettings
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,12 @@ def parse_hardware(settings: HardwareSettings) -> Hardware:
     Raises:
         ValueError: the rewards of a pool take all GPUs of a node.
     """
-    pools = []
+    pools, common = [], {}
+    if settings.efficiency is not None:
+        common = settings.efficiency.model_dump(exclude_none=True)
     for name, entry in settings.pools.items():
         given: dict[str, Any] = {"count": 1, "role": "auto"} | entry.model_dump(exclude_none=True)
-        shares = _efficiency_shares(settings.efficiency) | given.pop("efficiency", {})
+        shares = common | given.pop("efficiency", {})
         given = {"per_node": min(given["count"], 8), "judges": 0} | given
         nodes = math.ceil(given["count"] / given["per_node"])
         if given["judges"] and given["judges"] >= given["per_node"]:
@@ -123,11 +125,6 @@ def parse_hardware(settings: HardwareSettings) -> Hardware:
         for entry in (settings.links or {}).values()
     }
     return Hardware(tuple(pools), settings.seconds or {}, lines)
-
-
-def _efficiency_shares(efficiency: EfficiencySettings | None) -> dict[str, Any]:
-    """Return what a profile says of efficiencies, without what it leaves to the kind of GPU."""
-    return {} if efficiency is None else efficiency.model_dump(exclude_none=True)
 
 
 def trainer_speeds(profile: Hardware, trainers: int, rollouts: int) -> tuple[float, ...]:

@@ -16,7 +16,7 @@ import pytest
 
 from digenrl.extensions.bench.cli.benchmark import SETTINGS, _same_settings
 from digenrl.launchers.reaching import read_access
-from digenrl.record.small_file import LONGEST, json_of, read_text
+from digenrl.record.small_file import LONGEST, json_object, read_text
 from digenrl.report.page import html
 from digenrl.report.read_run import JsonlTail, read_run
 from digenrl.strategy.checkpoint_io import MANIFEST, RESUMED, ties_of, verify_checkpoint
@@ -83,12 +83,12 @@ def test_a_report_of_a_huge_configuration_is_made_without_it(tmp_path: Path) -> 
 
 def test_a_small_file_is_read_whole(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"a": "ä"}', encoding="utf-8")
-    assert json_of(read_text(tmp_path / "a.json")) == {"a": "ä"}
+    assert json_object(read_text(tmp_path / "a.json")) == {"a": "ä"}
     (tmp_path / "a.json").write_bytes(b"x" * (LONGEST + 1))
     with pytest.raises(ValueError, match="has more than"):
         read_text(tmp_path / "a.json")
     with pytest.raises(ValueError, match="nested too deeply"):
-        json_of("[" * 100_000)
+        json_object("[" * 100_000)
     (tmp_path / "link").symlink_to(tmp_path / "a.json")
     with pytest.raises(OSError, match="symbolic"):
         read_text(tmp_path / "link")

@@ -82,7 +82,7 @@ class Whole(Closed):
         """The same keys as a read-only tree, as config.yaml stores them."""
         return self._tree
 
-    def as_plain(self) -> dict[str, Any]:
+    def as_plain(self) -> dict[str, object]:
         """Return a copy of the tree as dicts and lists."""
         tree: Any = OmegaConf.to_container(self._tree)
         return dict(tree)

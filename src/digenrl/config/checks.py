@@ -54,13 +54,13 @@ def problems_of(
     ]
 
 
-def resolve_tree(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
+def resolve_tree(config: DictConfig) -> tuple[dict[str, object], dict[str, str]]:
     """Return `config` as plain dicts and lists with resolved interpolations, and path -> problem of
     the leaves left out."""
     problems: dict[str, str] = {}
 
     # Leaf by leaf: OmegaConf's own `to_container` raises at the first one that it cannot resolve.
-    def resolve_leaf(parent: DictConfig | ListConfig, key: Any, path: str) -> Any:
+    def resolve_leaf(parent: DictConfig | ListConfig, key: Any, path: str) -> object:
         try:
             if OmegaConf.is_missing(parent, key):
                 problems[path] = f"{path}: a value is required; set {path}=..."
@@ -72,14 +72,9 @@ def resolve_tree(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
             )
             return _ABSENT
 
-    def resolve_node(value: object, path: str) -> Any:
+    def resolve_node(value: object, path: str) -> object:
         if isinstance(value, DictConfig):
-            names = [str(key) for key in value]
-            items = {
-                name: resolve_leaf(value, name, f"{path}.{name}" if path else name)
-                for name in names
-            }
-            return {name: item for name, item in items.items() if item is not _ABSENT}
+            return resolve_group(value, f"{path}.")
         if isinstance(value, ListConfig):
             return [
                 item
@@ -88,7 +83,12 @@ def resolve_tree(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
             ]
         return value
 
-    return resolve_node(config, ""), problems
+    def resolve_group(group: DictConfig, head: str) -> dict[str, object]:
+        names = [str(key) for key in group]
+        items = {name: resolve_leaf(group, name, head + name) for name in names}
+        return {name: item for name, item in items.items() if item is not _ABSENT}
+
+    return resolve_group(config, ""), problems
 
 
 def _leaf_problems(tree: Mapping[str, object], reported: Collection[str]) -> Iterator[str]:
@@ -125,15 +125,17 @@ def _leaf_problems(tree: Mapping[str, object], reported: Collection[str]) -> Ite
             )
 
 
-def _trainer_problems(tree: Mapping[str, Any]) -> Iterator[str]:
-    trainer = tree["trainer"] if isinstance(tree.get("trainer"), Mapping) else {}
+def _trainer_problems(tree: Mapping[str, object]) -> Iterator[str]:
+    trainer = tree.get("trainer")
     for key, remedy in DERIVED_TRAINER_KEYS.items():
-        if key in trainer:
+        if isinstance(trainer, Mapping) and key in trainer:
             yield f"trainer.{key} = {show_value(trainer[key])}: is derived; {remedy}."
 
 
-def _prompt_problems(tree: Mapping[str, Any], broken: Collection[str]) -> Iterator[str]:
-    data = tree["data"] if isinstance(tree.get("data"), Mapping) else {}
+def _prompt_problems(tree: Mapping[str, object], broken: Collection[str]) -> Iterator[str]:
+    data = tree.get("data")
+    if not isinstance(data, Mapping):
+        return
     for leaf in ("prompts", "heldout"):
         if f"data.{leaf}" in broken or data.get(leaf) is None:
             continue

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from digenrl.config.words import format_value
 from digenrl.record.run_dir import CONFIG
@@ -58,7 +57,7 @@ def shell_command(
     return shlex.join(["make", name, *doubled])
 
 
-def to_continue(run_dir: Path, *words: str, given: Mapping[str, Any] | None = None) -> str:
+def to_continue(run_dir: Path, *words: str, given: Mapping[str, object] | None = None) -> str:
     """Return the command that resumes a run. What counts only on the command line is repeated.
 
     Args:
@@ -70,9 +69,11 @@ def to_continue(run_dir: Path, *words: str, given: Mapping[str, Any] | None = No
     from digenrl.config.reaching import reaching_words
     from digenrl.record.stored_yaml import read_plain
 
-    config = read_plain(run_dir / CONFIG) if given is None else given
-    lists = {key: config.get(key) or [] for key in ("allow_targets", "confirm_hosts")}
+    stored = read_plain(run_dir / CONFIG) if given is None else given
+    config = stored if isinstance(stored, Mapping) else {}
     repeated = [
-        f"{key}=[{','.join(map(format_value, names))}]" for key, names in lists.items() if names
+        f"{key}=[{','.join(map(format_value, names))}]"
+        for key in ("allow_targets", "confirm_hosts")
+        if isinstance(names := config.get(key), list) and names
     ]
     return shell_command("resume", [*repeated, *reaching_words(config), *words], run_dir)

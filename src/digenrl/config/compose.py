@@ -365,7 +365,7 @@ def merge_words(base: DictConfig, words: Sequence[str], config_name: str) -> lis
 def _place_paths(tree: DictConfig, config_name: str, keys: Sequence[str] | None = None) -> None:
     """Make the paths of `tree` absolute in place; of `keys` alone, if there are any."""
     plain = OmegaConf.to_container(tree, resolve=False)
-    for path, found in absolute_paths(plain, config_name):
+    for path, _, found in absolute_paths(plain, config_name):
         # A key with dots in its name has no dotted path that leads back to it.
         known = OmegaConf.select(tree, path, default=None) is not None
         if known and (keys is None or lies_under(path, keys)):

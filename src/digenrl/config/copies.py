@@ -63,7 +63,7 @@ def link_copies(tree: DictConfig, copies: Mapping[str, object] | None = None) ->
             OmegaConf.update(tree, copy, f"${{{source}}}", merge=False)
 
 
-def resolved_plain(tree: DictConfig) -> dict[str, Any]:
+def resolved_plain(tree: DictConfig) -> dict[str, object]:
     """Return a tree as dicts and lists, every reference resolved."""
     found: Any = OmegaConf.to_container(tree, resolve=True)
     return dict(found)

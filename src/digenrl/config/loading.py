@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,12 +31,13 @@ from digenrl.config.paths import (
     absolute_path,
     absolute_paths,
     lies_under,
+    node_at,
     own_prompt_files,
     parts_of,
     taken_for_files,
 )
 from digenrl.config.reaching import reaching_problems
-from digenrl.config.settings import Settings
+from digenrl.config.settings import DataSettings, Settings
 from digenrl.config.stored import (
     forbidden_changes,
     read_stored,
@@ -67,7 +67,7 @@ class Composed:
     """Whether run_dir is an earlier run to continue."""
     notes: tuple[str, ...]
     """Messages for the user that are not errors (duplicate prompts)."""
-    planned: Mapping[str, Any] | None = None
+    planned: Mapping[str, object] | None = None
     """What the planner predicts for the run that it chose (`Advisor.choose_schedule`), for the
     run's records."""
 
@@ -110,7 +110,7 @@ def _load_checked(argv: Sequence[str], config_name: str, stored: Path | None) ->
     run = resumed if stored is None else Path(absolute_path(str(stored)))
     choices: dict[str, str] = {}
     completed: list[str] = []
-    base: dict[str, Any] | None = None
+    base: dict[str, object] | None = None
     if run is None:
         # From weak to strong: configs/train.yaml, options of groups, the experiment, the hardware
         # profile, the words. The `defaults` of train.yaml state this order.
@@ -144,7 +144,9 @@ def _load_checked(argv: Sequence[str], config_name: str, stored: Path | None) ->
     copies = copies_of(tree)
     plain, unresolved = resolve_tree(tree)
     if run is None:  # paths that interpolations make
-        _set_paths(plain, dict(absolute_paths(plain, config_name)))
+        for path, _, absolute in list(absolute_paths(plain, config_name)):
+            *around, last = parts_of(path)
+            node_at(plain, around)[last] = absolute
     known = KnownKeys(tree, config_name)
     problems += [*found, *problems_of(plain, unresolved, config_name, known, allow)]
     if run is None:
@@ -164,13 +166,14 @@ def _load_checked(argv: Sequence[str], config_name: str, stored: Path | None) ->
     plain["allow_targets"], plain["confirm_hosts"] = allow, confirmed
     plain["copies"] = copies
     plain["resume"] = None if run is None else str(run)
+    settings = settings_of(config_name).from_tree(plain)
     return Composed(
-        settings_of(config_name).from_tree(plain),
+        settings,
         choices,
         tuple(given),
         run_dir.absolute(),
         run is not None,
-        (*completed, *_duplicate_notes(plain)),
+        (*completed, *_duplicate_notes(settings.data)),
     )
 
 
@@ -190,13 +193,6 @@ def _taken_for_files(stored: object, given: Sequence[str]) -> Iterator[str]:
                 f"{path} = {value}: was stored as a name that was no path, and {Path.cwd()} holds "
                 f"{value}; work in another directory, or set {path}=... to what you mean."
             )
-
-
-def _set_paths(plain: Any, paths: Mapping[str, str]) -> None:
-    """Give keys of plain dicts and lists other values: dotted key -> value."""
-    for path, value in paths.items():
-        *around, last = parts_of(path)
-        functools.reduce(lambda node, part: node[part], around, plain)[last] = value
 
 
 def _only_on_the_command_line(tree: DictConfig, allow: Sequence[str]) -> Iterator[str]:
@@ -240,25 +236,18 @@ def _check_writable(run_dir: Path) -> list[str]:
     ]
 
 
-def _prompt_files(data: dict[str, object]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the places where `data` names a prompt file, as (mapping that holds the name, its key
-    there)."""
-    several = data["prompts"] if isinstance(data["prompts"], list) else []
-    yield from ((entry, "file") for entry in several)
-    yield from ((data, key) for key in ("prompts", "heldout") if isinstance(data[key], str))
-
-
-def _duplicate_notes(tree: Mapping[str, Any]) -> Iterator[str]:
-    for holder, key in _prompt_files(tree["data"]):
-        file = prompts.read_prompt_file(holder[key])
-        lines = ", ".join(
-            f"line {line} repeats line {first}" for line, first in file.duplicates[:3]
-        )
-        if file.duplicates:
-            where = "heldout" if key == "heldout" else "prompts"
-            yield (
-                f"data.{where}: {file.path}: {len(file.duplicates)} duplicates left out ({lines})."
+def _duplicate_notes(data: DataSettings) -> Iterator[str]:
+    for key, setting in (("prompts", data.prompts), ("heldout", data.heldout)):
+        for name, _ in () if setting is None else prompts.weighted_files(setting):
+            file = prompts.read_prompt_file(name)
+            lines = ", ".join(
+                f"line {line} repeats line {first}" for line, first in file.duplicates[:3]
             )
+            if file.duplicates:
+                yield (
+                    f"data.{key}: {file.path}: {len(file.duplicates)} duplicates left out "
+                    f"({lines})."
+                )
 
 
 def load_or_exit(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -50,7 +51,7 @@ def store_config(tree: DictConfig, directory: Path) -> None:
     Raises:
         OSError: the file cannot be written; the file that was there is untouched.
     """
-    plain = redact(OmegaConf.to_container(tree))
+    plain: Any = redact(OmegaConf.to_container(tree))
     plain["resume"] = None  # naming the run that is resumed is the command line's part
     with atomic_replace(directory / CONFIG) as temporary:
         temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(plain)), encoding="utf-8")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,9 @@ _PROMPTS = ("prompts", "heldout_prompts")
 _MARKS = ("~", "./", "../")
 
 
-def absolute_paths(tree: object, config_name: str) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, absolute path) for each path in `tree` that is not written so.
+def absolute_paths(tree: object, config_name: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (dotted key, path as written, absolute path) for each path in `tree` that is not
+    written so.
 
     Args:
         tree: plain dicts and lists. Texts with an interpolation are left out.
@@ -66,7 +67,7 @@ def absolute_paths(tree: object, config_name: str) -> Iterator[tuple[str, str]]:
         else:
             continue
         if found != value:
-            yield path, found
+            yield path, value, found
 
 
 def absolute_path(value: str) -> str:
@@ -78,24 +79,22 @@ def absolute_path(value: str) -> str:
     return str(Path(value).expanduser().absolute())
 
 
-def taken_for_files(tree: Any, config_name: str) -> Iterator[tuple[str, str]]:
+def taken_for_files(tree: object, config_name: str) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, value) for each value of a stored `tree` that was no file where the run
     began, and names one in this working directory. Names of our own prompt files are left out
     (`own_prompt_files`)."""
     typed = typed_paths(config_name)
-    for path, _ in absolute_paths(tree, config_name):
-        value = functools.reduce(lambda node, part: node[part], parts_of(path), tree)
+    for path, value, _ in absolute_paths(tree, config_name):
         if typed.get(path) == "own":
             continue  # a directory that is written, which older runs stored as it was typed
         if not value.startswith(_MARKS) and value not in prompts.builtin_files():
             yield path, value
 
 
-def own_prompt_files(tree: Any, config_name: str) -> Iterator[tuple[str, str]]:
+def own_prompt_files(tree: object, config_name: str) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, path) for each name of one of our own prompt files in a stored `tree`
     that this working directory holds as well. The run meant ours."""
-    for path, _ in absolute_paths(tree, config_name):
-        value = functools.reduce(lambda node, part: node[part], parts_of(path), tree)
+    for path, value, _ in absolute_paths(tree, config_name):
         if value in prompts.builtin_files():
             yield path, str(prompts.DIRECTORY / value)
 
@@ -144,12 +143,17 @@ def _prompt_file(value: str) -> str:
     return absolute_path(given) if os.path.exists(given) else given
 
 
-def parts_of(path: str) -> Iterator[object]:
+def parts_of(path: str) -> Iterator[str | int]:
     """Yield the keys and indices of a dotted path, as `nodes` writes it."""
     for part in path.split("."):
         key, *indices = part.split("[")
         yield key
         yield from (int(index.rstrip("]")) for index in indices)
+
+
+def node_at(tree: Any, parts: Iterable[str | int]) -> Any:
+    """Return what lies in plain dicts and lists behind these keys and indices."""
+    return functools.reduce(lambda node, part: node[part], parts, tree)
 
 
 def lies_under(path: str, keys: Collection[str]) -> bool:

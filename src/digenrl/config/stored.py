@@ -26,7 +26,7 @@ from digenrl.config.command_settings import schema_of
 from digenrl.config.compose import compose_config, group_options, parse_words
 from digenrl.config.copies import copies_of
 from digenrl.config.errors import MOST_SHOWN, ConfigError, list_names, nearest_name
-from digenrl.config.paths import absolute_path
+from digenrl.config.paths import absolute_path, lies_under
 from digenrl.config.reaching import reaching_words
 from digenrl.config.removed import present_name, removal_reason
 from digenrl.config.settings import RESUMABLE, may_change
@@ -206,7 +206,7 @@ def unconfirmed_hosts(
     # By host and not by key: a host that moved to another key is still the stored one.
     before, found = {host for _, host in _remote_hosts(stored)}, dict[str, str]()
     for path, host in _remote_hosts(tree):
-        if host in before and host not in confirmed and not _is_given(path, given):
+        if host in before and host not in confirmed and not lies_under(path, given):
             found.setdefault(host, path)
     return [
         f"{path}: names {host}, and this configuration was stored by an earlier run, maybe "
@@ -228,13 +228,8 @@ def unconfirmed_accounts(
         f"confirm_hosts=[{account}] to the command line (with make: ARGS=...), or {path}=null for "
         "your own account."
         for path, account in islice(_wandb_accounts(tree), MOST_SHOWN)
-        if account in before and account not in confirmed and not _is_given(path, given)
+        if account in before and account not in confirmed and not lies_under(path, given)
     ]
-
-
-def _is_given(path: str, given: Collection[str]) -> bool:
-    """Return whether a command line that sets the keys `given` sets the value at `path`."""
-    return any(path == key or path.startswith((f"{key}.", f"{key}[")) for key in given)
 
 
 def _wandb_accounts(tree: object) -> Iterator[tuple[str, str]]:
@@ -319,7 +314,7 @@ def _top_group(key: str) -> str:
     return key.partition(".")[0]
 
 
-def configuration_identity(tree: DictConfig) -> dict[str, Any]:
+def configuration_identity(tree: DictConfig) -> dict[str, object]:
     """Return the values about which two ranks of one run must agree: dotted key -> value, without a
     machine's own keys."""
     plain = redact(OmegaConf.to_container(tree))
@@ -373,7 +368,7 @@ def compare_ties(
         if removal_reason(key) is not None and key not in found:
             continue  # a key that was removed since
         said = f"{key} = {_leaf_text(leaves, key)}: is not what the checkpoint was written with"
-        if any(key == one or key.startswith(f"{one}.") for one in given):
+        if lies_under(key, given):
             notes.append(f"{file}: {said}; the command line sets it.")
         else:
             problems.append(

@@ -71,7 +71,7 @@ def walk_nodes(tree: object, path: str = "") -> Iterator[tuple[str, object]]:
             yield from walk_nodes(item, f"{path}[{index}]")
 
 
-def find_targets(tree: object) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+def find_targets(tree: object) -> Iterator[tuple[str, object, Mapping[str, object]]]:
     """Yield (dotted path, target, node) of every node with `_target_`, depth first."""
     for path, node in walk_nodes(tree):
         if isinstance(node, Mapping) and "_target_" in node:
@@ -161,6 +161,7 @@ def instantiate(node: object, *arguments: object, **named: object) -> Any:
     if problems := target_problems(plain, allow):
         raise PermissionError("; ".join(problems))
     for path, target, _ in find_targets(plain):
+        assert isinstance(target, str)  # `target_problems` refuses all others
         # This imports the module, so it comes after the check by name.
         found = hydra.utils.get_object(target)
         if target.partition(".")[0] in _OWN and not isinstance(found, type):

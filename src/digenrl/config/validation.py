@@ -7,9 +7,10 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from digenrl.config.removed import removal_reason
 from digenrl.config.words import shell_word
@@ -45,11 +46,43 @@ Tree = Mapping[str, "Key | Tree"]
 
 @functools.cache
 def _tree_of(schema: type[BaseModel]) -> Tree:
-    root = schema.model_json_schema()
+    root: Any = schema.model_json_schema()
     return _read_group(root, root.get("$defs", {}), True)
 
 
-def _read_group(node: Mapping[str, Any], groups: Mapping[str, Any], required: bool) -> Tree:
+_LIMITS: Mapping[Literal["minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"], str] = {
+    "minimum": ">=",
+    "exclusiveMinimum": ">",
+    "maximum": "<=",
+    "exclusiveMaximum": "<",
+}
+_Schema = TypedDict(
+    "_Schema",
+    {
+        "$ref": str,
+        "properties": "dict[str, _Schema]",
+        "required": list[str],
+        "additionalProperties": "_Schema | bool",
+        "anyOf": "list[_Schema]",
+        "items": "_Schema",
+        "type": str,
+        "const": str,
+        "enum": list[str],
+        "minimum": float,
+        "exclusiveMinimum": float,
+        "maximum": float,
+        "exclusiveMaximum": float,
+        "description": str,
+        "default": object,
+        "phrase": str,
+        "path": str,
+    },
+    total=False,
+)
+"""A node of a JSON schema, as pydantic writes it; `phrase` and `path` are ours (`value_types`)."""
+
+
+def _read_group(node: _Schema, groups: Mapping[str, _Schema], required: bool) -> Tree:
     """Return the keys of a group; `groups` are the named ones of a JSON schema."""
     found: dict[str, Key | Tree] = {}
     for name, entry in node["properties"].items():
@@ -94,21 +127,20 @@ def _key_leaves(tree: Tree, path: str) -> Iterator[tuple[str, Key]]:
             yield from _key_leaves(node, f"{path}{name}.")
 
 
-def _allowed_phrase(node: Mapping[str, Any], between: str = " | ") -> str:
+def _allowed_phrase(node: _Schema, between: str = " | ") -> str:
     """Return the values that a node of a JSON schema allows, in words."""
     if "phrase" in node:
         return str(node["phrase"])
     if "anyOf" in node:
         return " or ".join(_allowed_phrase(variant, " or ") for variant in node["anyOf"])
     if "const" in node or "enum" in node:
-        return between.join(node.get("enum", [node.get("const")]))
+        return between.join(node["enum"] if "enum" in node else [node["const"]])
     kind = node.get("type")
     if kind == "array":
         return f"list of ({_allowed_phrase(node['items'])})"
     if kind in ("integer", "number"):
-        words = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
         limits = [
-            f"{sign} {_number_text(node[word])}" for word, sign in words.items() if word in node
+            f"{sign} {_number_text(node[word])}" for word, sign in _LIMITS.items() if word in node
         ]
         return " ".join(
             ["whole number" if kind == "integer" else "number", " and ".join(limits)]
@@ -173,10 +205,10 @@ class _Located:
     """Description of the key in the schema; None: there is no such key."""
     in_item: bool
     """Whether the error is about an item of a list that the key holds."""
-    error: Mapping[str, Any]
+    error: ErrorDetails
 
 
-def _locate_error(node: Key | Tree | None, error: Mapping[str, Any]) -> _Located:
+def _locate_error(node: Key | Tree | None, error: ErrorDetails) -> _Located:
     path, where = list[str](), list(error["loc"])
     # Behind a leaf pydantic adds names of union members, which are no keys.
     while where and isinstance(node, Mapping):
@@ -185,7 +217,7 @@ def _locate_error(node: Key | Tree | None, error: Mapping[str, Any]) -> _Located
     return _Located(".".join(path), node, any(isinstance(part, int) for part in where), error)
 
 
-def _error_message(tree: Any, located: _Located, unknown: Callable[[str, Any], str]) -> str:
+def _error_message(tree: object, located: _Located, unknown: Callable[[str, object], str]) -> str:
     key, said, error = located.key, located.said, located.error
     if error["type"] == "extra_forbidden":
         return unknown(key, error["input"])
@@ -200,9 +232,11 @@ def _error_message(tree: Any, located: _Located, unknown: Callable[[str, Any], s
         return f"{key}: missing; allowed: {said.allowed}{meaning}."
     # Times False, the text is empty.
     wrong = f"holds {error['input']!r}, which " * located.in_item + _complaint_text(error)
-    value = functools.reduce(lambda node, part: node[part], key.split("."), tree)
+    value: Any = tree
+    for part in key.split("."):
+        value = value[part]
     if (allowed := said.allowed).startswith("a group of keys") and error["input"] is not value:
-        key, value, allowed = ".".join(error["loc"]), error["input"], "a group of keys"
+        key, value, allowed = ".".join(map(str, error["loc"])), error["input"], "a group of keys"
     if (why := removal_reason(key, value)) is not None:
         return f"{key} = {show_value(value)}: was removed; {why}."
     instead = _suggest_instead(key, value, allowed)
@@ -230,7 +264,7 @@ def _error_rank(located: _Located) -> int:
     return 2 if kind == "literal_error" else int(kind.endswith("_type"))
 
 
-def _complaint_text(error: Mapping[str, Any]) -> str:
+def _complaint_text(error: ErrorDetails) -> str:
     kind, value = error["type"], error["input"]
     if kind == "string_pattern_mismatch":
         return "is not of that form" if value.strip() else "is empty"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import overload
 
 MASK = "<redacted>"
 
@@ -70,7 +70,11 @@ def redact_text(text: str) -> str:
     return text
 
 
-def redact(value: object, key: str = "") -> Any:
+@overload
+def redact(value: Mapping[str, object]) -> dict[str, object]: ...
+@overload
+def redact(value: object, key: str = "") -> object: ...
+def redact(value: object, key: str = "") -> object:
     """Return `value` (nested dicts and lists of plain values) with every secret replaced by a
     mask."""
     if isinstance(value, Mapping):

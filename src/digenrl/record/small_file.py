@@ -11,7 +11,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 LONGEST = 4 << 20
 """Most bytes of a file. The longest config.yaml of the shipped experiments has 20 KiB."""
@@ -53,13 +53,16 @@ def read_text(path: Path, most: int = LONGEST) -> str:
         return read_whole(file, most).decode("utf-8")
 
 
-def json_of(text: str | bytes) -> Any:
-    """Return the value of a JSON text.
+def json_object(text: str | bytes) -> dict[str, object]:
+    """Return the object of a JSON text.
 
     Raises:
-        ValueError: it is no JSON, or nested too deeply.
+        ValueError: it is no JSON, no object, or nested too deeply.
     """
     try:
-        return json.loads(text)
+        value: object = json.loads(text)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError("no JSON object")
+    return value

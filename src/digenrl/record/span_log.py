@@ -76,7 +76,7 @@ class SpanLog:
     @contextmanager
     def span(
         self, stage: str, quiet: bool = False, took: Took | None = None, **args: Any
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Iterator[dict[str, object]]:
         """Record the body as one span. The yielded dict takes facts that are known only inside.
 
         `quiet` spans of other threads do not change the rank's activity in the display. A span with

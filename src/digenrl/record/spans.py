@@ -79,7 +79,7 @@ class Span:
         """Length of the span."""
         return self.end - self.start
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the JSON object of a span file: the fields, then the args, flat."""
         return {**{name: getattr(self, name) for name in _FIELDS}, **self.args}
 

@@ -41,6 +41,7 @@ def checked_text(file: Path) -> str:
     return text
 
 
-def read_plain(file: Path) -> Any:
+def read_plain(file: Path) -> object:
     """Return the content of a YAML file as plain data. Raises as `checked_text`."""
-    return yaml.load(checked_text(file), _LOADER)
+    plain: object = yaml.load(checked_text(file), _LOADER)
+    return plain

@@ -6,9 +6,8 @@ is checked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from digenrl.config.relations.people import people_rewards
 from digenrl.config.relations.view import Rule, View
@@ -133,7 +132,7 @@ def _sample_files(get: View) -> Iterator[str]:
                 return
 
 
-def needs_whole_groups(target: str, reward: Mapping[str, Any]) -> bool:
+def needs_whole_groups(target: str, reward: object) -> bool:
     """Return whether a task holds a group: because the algorithm `target` compares all samples of a
     group in one forward, or because people compare them (the group `reward`)."""
     return target.endswith(_WHOLE_GROUPS) or bool(people_rewards(reward))
@@ -195,14 +194,18 @@ def _teacher_runs(get: View) -> Iterator[str]:
     yield from _untaught_prompts(get("data.prompts"), get("algorithm.teachers"))
 
 
-def _untaught_prompts(asked: Any, teachers: dict[str, Any]) -> Iterator[str]:
+def _untaught_prompts(
+    asked: str | Sequence[Mapping[str, object]], teachers: Mapping[str, Mapping[str, object]]
+) -> Iterator[str]:
     """Yield the first training prompt that no teacher knows."""
     # null teaches every prompt.
     if any(teacher.get("prompts") is None for teacher in teachers.values()):
         return
     try:
         taught = {
-            p.uid for each in teachers.values() for p in read_prompt_file(each["prompts"]).prompts
+            prompt.uid
+            for each in teachers.values()
+            for prompt in read_prompt_file(str(each["prompts"])).prompts
         }
         files = [read_prompt_file(name) for name, _ in weighted_files(asked)]
     except PromptFileError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import NamedTuple
 
 from digenrl.config.relations.view import Rule, View
 
@@ -12,9 +12,16 @@ _ASKING = ".Votes"
 """Ends the `_target_` of a scorer that asks people."""
 
 
-def people_rewards(reward: object, group: str = "rewards") -> dict[str, Mapping[str, Any]]:
-    """Return name -> entry of the rewards that ask people, in the group `reward` of a
-    configuration.
+class PeopleReward(NamedTuple):
+    """A reward that asks people, as a configuration that is not checked yet has it."""
+
+    placement: object
+    per_sample: object
+    """Votes that a sample takes part in."""
+
+
+def people_rewards(reward: object, group: str = "rewards") -> dict[str, PeopleReward]:
+    """Return name -> reward for those of the group `reward` of a configuration that ask people.
 
     >>> sorted(people_rewards({"rewards": {"a": {"scorer": {"_target_": "my.Votes"}}, "b": {}}}))
     ['a']
@@ -24,11 +31,11 @@ def people_rewards(reward: object, group: str = "rewards") -> dict[str, Mapping[
     for name, entry in entries.items() if isinstance(entries, Mapping) else ():
         scorer = entry.get("scorer") if isinstance(entry, Mapping) else None
         if isinstance(scorer, Mapping) and str(scorer.get("_target_")).endswith(_ASKING):
-            found[str(name)] = entry
+            found[str(name)] = PeopleReward(entry.get("placement"), scorer.get("per_sample"))
     return found
 
 
-def votes_of_step(config: Mapping[str, Any]) -> dict[str, int]:
+def votes_of_step(config: Mapping[str, object]) -> dict[str, int]:
     """Return reward -> votes that one RL step of a configuration asks people for. A stored
     configuration may hold anything."""
     data, found = config.get("data"), {}
@@ -36,8 +43,8 @@ def votes_of_step(config: Mapping[str, Any]) -> dict[str, int]:
         _as_count(data.get(key) if isinstance(data, Mapping) else 0)
         for key in ("prompts_per_batch", "oversample", "group_size")
     ]
-    for name, entry in people_rewards(config.get("reward")).items():
-        votes = sizes[2] * _as_count(entry["scorer"].get("per_sample"))
+    for name, asking in people_rewards(config.get("reward")).items():
+        votes = sizes[2] * _as_count(asking.per_sample)
         # An answer compares two samples, so it counts for both.
         found[name] = (sizes[0] + sizes[1]) * -(-votes // 2)
     return found
@@ -75,8 +82,8 @@ def _vote_placement(get: View) -> Iterator[str]:
             f"reward.heldout.{name}: evaluations ask nobody for votes; move it to reward.rewards, "
             "and hold out a reward that measures."
         )
-    for name, entry in people_rewards(reward).items():
-        placement = entry.get("placement") or get("reward.placement")
+    for name, asking in people_rewards(reward).items():
+        placement = asking.placement or get("reward.placement")
         if placement not in ("thread", "inline"):
             yield (
                 f"reward.rewards.{name}.placement = {placement}: the rank itself waits for votes; "

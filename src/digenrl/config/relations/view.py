@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 Tree = Mapping[str, Any]
 
@@ -55,7 +55,9 @@ Rule = Callable[[View], Iterator[str]]
 """Yields a message for each contradiction that it finds."""
 
 
-def most_rollouts(rollouts: object) -> Any:
+def most_rollouts(
+    rollouts: int | Literal["auto"] | Mapping[Literal["min", "max"], int],
+) -> int | Literal["auto"]:
     """Return the largest number of rollouts that `allocation.rollouts` asks for: the number itself,
     or `max`; auto stays."""
     return rollouts["max"] if isinstance(rollouts, Mapping) else rollouts
