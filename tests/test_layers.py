@@ -161,6 +161,8 @@ TYPES_ONLY: dict[str, set[str]] = {
     "advisor": {"models", "rewards", "transport"},
     "data": {"config.settings"},
     "hardware": {"config.settings"},
+    "earlier_run": {"algorithms"},
+    "run": {"algorithms"},
 }
 """Room -> what it may name in annotations alone (under TYPE_CHECKING), where the import would point
 upwards."""

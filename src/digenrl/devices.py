@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 from lightning.pytorch.accelerators import Accelerator
@@ -83,7 +82,7 @@ class OtherAccelerator(Accelerator):
     teardown = staticmethod(torch.accelerator.empty_cache)
 
 
-def lightning_accelerator(asked: str = "auto") -> Any:
+def lightning_accelerator(asked: str = "auto") -> str | OtherAccelerator:
     """Return what Lightning's `accelerator` argument takes: for `auto` this process's kind."""
     own = accelerator.device_kind() if asked == "auto" else asked
     if own in ("cpu", "cuda") or asked != "auto":  # Lightning has classes of its own

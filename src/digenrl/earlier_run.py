@@ -6,10 +6,13 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from digenrl import config as configuration
 from digenrl.config.stored import compare_ties
+
+if TYPE_CHECKING:
+    from digenrl.algorithms.base import PolicyModule
 
 
 class NoCheckpoint(RuntimeError):
@@ -70,7 +73,7 @@ def last_checkpoint(
         raise NoCheckpoint(str(error)) from error
 
 
-def restore_module(module: Any, checkpoint: dict[str, Any]) -> None:
+def restore_module(module: PolicyModule, checkpoint: dict[str, Any]) -> None:
     """Give an algorithm's module the weights, averages and counters of a checkpoint.
 
     Evaluations use the average. A message is printed if the average has not moved yet.

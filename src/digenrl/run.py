@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import lightning.pytorch as pl
 import torch
@@ -41,6 +41,9 @@ from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from digenrl.strategy.setup import RankSetup
 from digenrl.types import StepGivenUp
+
+if TYPE_CHECKING:
+    from digenrl.algorithms.base import PolicyModule
 
 
 @dataclass(frozen=True)
@@ -104,13 +107,15 @@ def build_rank(
         append_event(session.run_dir, "attention", {"rank": world.rank, **used})
     for told in known_traps(settings) if world.rank == 0 else ():
         append_event(session.run_dir, "warning", {"message": told})
-    module = settings.build("algorithm", policy=policy)
+    module: PolicyModule = settings.build("algorithm", policy=policy)
     engine, data = engine_of(settings, module, rewards), PromptData(settings.data, settings.seed)
-    named = [settings.build(f"callbacks.{name}") for name in settings.callbacks or {}]
+    named: list[pl.Callback] = [
+        settings.build(f"callbacks.{name}") for name in settings.callbacks or {}
+    ]
     setup = _build_setup(context, module, engine, data, named)
     _check_rewards(context, setup, rewards, data, named)
     checkpoint_io = DirectoryCheckpointIO(tie=tie_of(settings.tree))
-    strategy = settings.build("strategy")(setup, checkpoint_io)
+    strategy: DisaggregatedStrategy = settings.build("strategy")(setup, checkpoint_io)
     trainer = _build_trainer(context, setup, strategy, [*named, *callbacks], device)
     prompt_encoding.encode_run_prompts(context, policy, data, named)
     return Rank(trainer, module, data, strategy)
@@ -163,7 +168,7 @@ def _build_rewards(context: BuildContext) -> RewardSuite:
 
 def _build_setup(
     context: BuildContext,
-    module: Any,
+    module: PolicyModule,
     engine: RolloutEngine,
     data: PromptData,
     callbacks: Sequence[pl.Callback],
@@ -243,7 +248,7 @@ def _build_trainer(
     return trainer
 
 
-def engine_of(settings: Settings, module: Any, rewards: RewardSuite) -> RolloutEngine:
+def engine_of(settings: Settings, module: PolicyModule, rewards: RewardSuite) -> RolloutEngine:
     """Return what generates for an algorithm's `module`, with its policy, kernel and steps."""
     scouts, make = settings.sampling.scouts, cast(Callable[..., RolloutEngine], RolloutEngine)
     if settings.data.samples == "files":

@@ -39,7 +39,9 @@ from digenrl.report.tables import key_figures
 from digenrl.reward_command import reward_config, reward_suite
 
 if TYPE_CHECKING:
+    from digenrl.algorithms.base import PolicyModule
     from digenrl.api.loop import Loop
+    from digenrl.models.policy import Policy
     from digenrl.types import Prompt
 
 
@@ -162,8 +164,8 @@ def sample(
     from digenrl.parts import sampling_spec
     from digenrl.rollout.engine import ode_samples
 
-    policy = composed.settings.build("model")
-    module = composed.settings.build("algorithm", policy=policy)
+    policy: Policy = composed.settings.build("model")
+    module: PolicyModule = composed.settings.build("algorithm", policy=policy)
     module.to(accelerator.device_kind())
     if checkpoint is not None:
         restore_module(module, checkpoint)

@@ -100,7 +100,7 @@ def _is_pace(name: str) -> bool:
     return name in ("step_s", "samples_per_s", "predicted_step_s") or name.startswith("bubble/")
 
 
-def scalar_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+def scalar_metrics(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
     """Return Lightning's scalar metrics, without the `_step` and `_epoch` copies of a name that is
     present itself."""
     values: dict[str, float] = {}

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal, NotRequired, TypedDict
 
 from digenrl import config as configuration
 from digenrl.config.asked_prompts import evaluation_prompts
@@ -31,6 +31,13 @@ from digenrl.earlier_run import (
     restore_module,
 )
 from digenrl.rewards.needs import require_weights, unscorable_prompts
+
+if TYPE_CHECKING:
+    from digenrl.algorithms.base import PolicyModule
+    from digenrl.models.policy import Policy
+    from digenrl.rewards.suite import RewardSuite
+    from digenrl.rollout.engine import Pictures, RolloutEngine
+    from digenrl.rollout.evaluation import FixedSamples
 
 RESULT = "eval.json"
 PICTURE = "eval.png"
@@ -52,7 +59,22 @@ class EvaluateKeys(Arguments):
     """Prompt file. null: the run's held-out prompts."""
 
 
-def evaluate_run(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]:
+class Evaluated(TypedDict):
+    """What eval.json holds."""
+
+    run: str
+    prompts: int
+    samples_per_prompt: int
+    steps: int
+    seed: int
+    rl_step: NotRequired[int]
+    """Step of the checkpoint; absent for the base model alone."""
+    base: NotRequired[dict[str, float]]
+    last: NotRequired[dict[str, float]]
+    """Numbers of the base model, and of the checkpoint, by name."""
+
+
+def evaluate_run(request: EvaluateKeys, words: Sequence[str] = ()) -> Evaluated:
     """Sample, score and write. Return the content of eval.json.
 
     Args:
@@ -88,7 +110,6 @@ def evaluate_run(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, 
     from digenrl import accelerator
     from digenrl.callbacks.evaluation import Evaluation
     from digenrl.record.run_dir import write_json
-    from digenrl.rollout.evaluation import Pictures
     from digenrl.run import engine_of
 
     try:
@@ -100,37 +121,38 @@ def evaluate_run(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, 
     except NoCheckpoint as error:
         raise NoCheckpoint(f"{error}\nstep=base evaluates without one.") from error
     evaluation: Evaluation = settings.build("callbacks.evaluation")
-    policy = settings.build("model")
-    module = settings.build("algorithm", policy=policy)
+    policy: Policy = settings.build("model")
+    module: PolicyModule = settings.build("algorithm", policy=policy)
     module.to(accelerator.device_kind())
-    rewards = scoring.build("reward")
+    rewards: RewardSuite = scoring.build("reward")
     drawn = evaluation.drawn
     rewards.check_prompts(drawn.prompts)
     engine = engine_of(settings, module, rewards)
-    result: dict[str, Any] = {
+    result: Evaluated = {
         "run": str(composed.run_dir),
         "prompts": len(drawn.prompts),
         "samples_per_prompt": drawn.per_prompt,
         "steps": drawn.steps or settings.sampling.eval.steps or settings.sampling.steps,
         "seed": drawn.seed,
     }
-    pictures: dict[str, Pictures] = {"base": _draw_and_tell("base", drawn, engine)}
+    before = after = _draw_and_tell("base", drawn, engine)
     if checkpoint is not None:
         result["rl_step"] = rl_step
         restore_module(module, checkpoint)
         with module.averaged():
-            pictures["last"] = _draw_and_tell("last", drawn, engine)
+            after = _draw_and_tell("last", drawn, engine)
     engine.close()
-    result |= {name: evaluation.measure_pictures(engine, shown) for name, shown in pictures.items()}
-    after = pictures.get("last", pictures["base"])
-    save_before_after(composed.run_dir / PICTURE, pictures["base"], after, rl_step)
+    result["base"] = evaluation.measure_pictures(engine, before)
+    if checkpoint is not None:
+        result["last"] = evaluation.measure_pictures(engine, after)
+    save_before_after(composed.run_dir / PICTURE, before, after, rl_step)
     write_json(composed.run_dir / RESULT, result)
     return result
 
 
-def _draw_and_tell(name: str, drawn: Any, engine: Any) -> Any:
-    """Return the `Pictures` of all of an evaluation's `FixedSamples`, and say every few seconds how
-    many prompts are drawn."""
+def _draw_and_tell(name: str, drawn: FixedSamples, engine: RolloutEngine) -> Pictures:
+    """Return the pictures of all of an evaluation's samples, and say every few seconds how many
+    prompts are drawn."""
     told = -math.inf
 
     def tell(number: int) -> None:
@@ -144,8 +166,8 @@ def _draw_and_tell(name: str, drawn: Any, engine: Any) -> Any:
     return drawn.draw_pieces(engine, pieces, noise=name == "base", before_piece=tell)
 
 
-def save_before_after(path: Path, before: Any, after: Any, rl_step: int) -> None:
-    """Draw the before/after grid of two `digenrl.callbacks.evaluation.Pictures`."""
+def save_before_after(path: Path, before: Pictures, after: Pictures, rl_step: int) -> None:
+    """Draw the before/after grid of two evaluations."""
     from digenrl.report.page.comparison import save_comparison
     from digenrl.report.pictures import Samples
 
@@ -156,12 +178,14 @@ def save_before_after(path: Path, before: Any, after: Any, rl_step: int) -> None
     save_comparison(path, *grids)
 
 
-def result_table(result: dict[str, Any]) -> str:
+def result_table(result: Evaluated) -> str:
     """Return the numbers of `result`, one row per metric."""
-    columns = [name for name in ("base", "last") if name in result]
+    found = {"base": result.get("base"), "last": result.get("last")}
+    columns = {name: numbers for name, numbers in found.items() if numbers is not None}
     rows = [f"{'':<24}" + "".join(f"{name:>12}" for name in columns)]
-    for key in dict.fromkeys(key for name in columns for key in result[name]):
-        cells = (result[name].get(key) for name in columns)  # some are measured of the base alone
+    for key in dict.fromkeys(key for numbers in columns.values() for key in numbers):
+        # Some are measured of the base alone.
+        cells = (numbers.get(key) for numbers in columns.values())
         shown = ("-" if cell is None else f"{cell:.4g}" for cell in cells)
         rows.append(f"{key:<24}" + "".join(f"{cell:>12}" for cell in shown))
     return "\n".join(rows)

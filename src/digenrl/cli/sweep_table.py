@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def result_of(run_dir: Path) -> dict[str, Any]:
     return {}
 
 
-def job_rows(jobs: Sequence[SweepJob]) -> list[dict[str, Any]]:
+def job_rows(jobs: Sequence[SweepJob]) -> list[dict[str, object]]:
     """Return one row per job.
 
     It has the job's number, the swept keys, `COLUMNS`, the share of lost time by cause, the cause
@@ -83,7 +83,7 @@ def job_rows(jobs: Sequence[SweepJob]) -> list[dict[str, Any]]:
     speeds = [job.summary.get("samples_per_s") for job in jobs if job.status == "completed"]
     base = next(filter(None, speeds), None)
     for job in jobs:
-        row: dict[str, Any] = {"job": job.number, **job.varied}
+        row: dict[str, object] = {"job": job.number, **job.varied}
         row.update({key: job.summary.get(key) for key in COLUMNS.split()})
         speed = job.summary.get("samples_per_s")
         row["ratio"] = speed / base if speed and base else None
@@ -113,7 +113,7 @@ def write_tables(sweep_dir: Path, jobs: Sequence[SweepJob]) -> str:
     return _as_text(table, [name for name in names if name != "run"])
 
 
-def _as_text(table: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+def _as_text(table: Sequence[Mapping[str, object]], names: Sequence[str]) -> str:
     """Return aligned columns. Columns without values are left out, and columns without differences
     are printed once."""
     names = [name for name in names if any(row.get(name) not in (None, "") for row in table)]
@@ -136,15 +136,18 @@ def _as_text(table: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
             + ", ".join(f"{name} {_format_cell(name, table[0][name])}" for name in same)
         )
     if "samples_per_s" in names:
-        fewest = min(row.get("rl_steps") or FEW_STEPS for row in table)
+        steps = [row.get("rl_steps") for row in table]
+        fewest = min(
+            number if isinstance(number, int) and number else FEW_STEPS for number in steps
+        )
         lines.append(MEANING + NOISE * (fewest < FEW_STEPS or os.getloadavg()[0] > BUSY))
     return "\n".join(lines)
 
 
-def _format_cell(name: str, value: Any) -> str:
+def _format_cell(name: str, value: object) -> str:
     if value is None:
         return "-"
-    if name.startswith("lost:"):
+    if name.startswith("lost:") and isinstance(value, (int, float)):
         return f"{100 * value:.1f}%"
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TextIO
+from typing import Any, TextIO
 
 import yaml
 from rich.console import Console
@@ -158,7 +158,7 @@ def _evaluation_settings(run_dir: Path) -> tuple[int, bool]:
     """Return (RL steps between the evaluations of a run, 0 = only before and after; whether
     rollouts make them while trainers go on)."""
     try:
-        config = read_plain(run_dir / CONFIG)
+        config: Any = read_plain(run_dir / CONFIG)
         every = config["callbacks"]["evaluation"]["every"]
         alone = (
             config["allocation"]["evaluation"] == "trainers" or not config["allocation"]["rollouts"]

@@ -10,7 +10,7 @@ import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,13 +55,15 @@ before it refuses it."""
 _DAMAGES = (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, RuntimeError)
 
 
-def _read_headers(file: BinaryIO, name: str) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+def _read_headers(
+    file: BinaryIO, name: str
+) -> dict[str, tuple[tuple[int, ...], np.dtype[np.generic]]]:
     """Return array -> (shape, dtype) of an .npz file, from headers alone.
 
     Raises:
         ValueError: it is no such file, or its arrays take too many bytes.
     """
-    found: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
+    found: dict[str, tuple[tuple[int, ...], np.dtype[np.generic]]] = {}
     total = 0
     length = os.fstat(file.fileno()).st_size
     try:

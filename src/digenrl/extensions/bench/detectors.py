@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.ops import nms
 from torchvision.transforms.functional import to_pil_image
 
@@ -18,6 +18,9 @@ from digenrl.extensions.bench.geneval import COLOURS, Detection
 from digenrl.model_folder import require_data
 from reward_models.drawn_scenes import AREA, EXTENT, SHAPES
 from reward_models.scene_judges import Found, detect
+
+if TYPE_CHECKING:
+    from transformers import Pipeline
 
 ALIASES = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard": "keyboard"}
 """GenEval's name of a class -> COCO's name."""
@@ -62,7 +65,7 @@ class TransformersDetector:
         )
 
     @property
-    def networks(self) -> list[Any]:
+    def networks(self) -> list[nn.Module]:
         """Return the modules, whose weights identify the detector."""
         return [found.model for found in (self._detect, self._colour) if found is not None]
 
@@ -130,7 +133,7 @@ def _box_corners(box: Mapping[str, float]) -> tuple[float, float, float, float]:
     return box["xmin"], box["ymin"], box["xmax"], box["ymax"]
 
 
-def _load_pipeline(task: str, path: Path, key: str) -> Any:
+def _load_pipeline(task: str, path: Path, key: str) -> Pipeline:
     from transformers import pipeline
 
     if not path.is_dir():

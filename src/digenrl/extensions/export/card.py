@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from digenrl.extensions.export.diffusers_export import component_network, lora_file
 from digenrl.models.policy import Policy
 from digenrl.record.run_dir import atomic_replace, printable_text
-from digenrl.record.small_file import json_of, read_text
+from digenrl.record.small_file import json_object, read_text
 
 
 def write_card(
@@ -37,7 +37,7 @@ def write_card(
         with atomic_replace(folder / path.name) as unfinished:
             shutil.copyfile(path, unfinished)
     summary = run / "summary.json"
-    numbers = json_of(read_text(summary)) if summary.exists() else {}
+    numbers = json_object(read_text(summary)) if summary.exists() else {}
     pipeline = next(iter(policy.pipelines), None)
     settings = {key: config[key] for key in ("algorithm", "sampling", "data", "reward", "seed")}
     templates = Environment(

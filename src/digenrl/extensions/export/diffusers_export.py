@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
@@ -13,6 +13,9 @@ from torch import Tensor
 from digenrl.extensions.export.lora_layouts import in_layout
 from digenrl.models.lora import ADAPTER
 from digenrl.models.policy import Policy
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, ModelMixin
 
 LORA_FILE, FIRST = "pytorch_lora_weights.safetensors", ".lora_A.weight"
 
@@ -50,7 +53,7 @@ def export_policy(policy: Policy, folder: Path) -> list[Path]:
     return files
 
 
-def lora_pipeline(policy: Policy | type[Policy]) -> Any:
+def lora_pipeline(policy: Policy | type[Policy]) -> type[DiffusionPipeline]:
     """Return the diffusers class that reads and writes the family's adapters."""
     import diffusers
 
@@ -59,7 +62,8 @@ def lora_pipeline(policy: Policy | type[Policy]) -> Any:
         raise ExportError(
             f"no pipeline of diffusers reads adapters of {policy.family}: use merge=true"
         )
-    return getattr(diffusers, name)
+    found: type[DiffusionPipeline] = getattr(diffusers, name)
+    return found
 
 
 def _component_adapters(policy: Policy) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -75,7 +79,7 @@ def _component_adapters(policy: Policy) -> Iterator[tuple[str, dict[str, Tensor]
         yield subfolder, {name: value.detach().cpu().contiguous() for name, value in own.items()}
 
 
-def component_network(policy: Policy, prefix: str) -> Any:
+def component_network(policy: Policy, prefix: str) -> ModelMixin:
     """Return the network whose tensor names begin with `prefix` in the policy's transformer."""
     return policy.transformer.get_submodule(prefix.removesuffix("."))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Unpack, get_args
+from typing import Literal, NotRequired, TypedDict, Unpack, get_args
 
 import torch
 from safetensors.torch import load_file
@@ -58,6 +58,14 @@ class Teacher:
     copy: ParameterCopy
 
 
+class TeacherKeys(TypedDict):
+    """Keys of algorithm.teachers.NAME."""
+
+    run: str
+    prompts: NotRequired[str | None]
+    weight: NotRequired[float]
+
+
 class Distillation(PolicyModule):
     """Loss per cell: the sum over the prompt's teachers of weight * `transition_distance`."""
 
@@ -66,11 +74,11 @@ class Distillation(PolicyModule):
     def __init__(
         self,
         policy: Policy,
-        teachers: Mapping[str, Mapping[str, Any]],
+        teachers: Mapping[str, TeacherKeys],
         divergence: Divergence = "gaussian",
         **common: Unpack[CommonArguments],
     ) -> None:
-        """Take the settings of `algorithm`. `teachers` has name -> {run, prompts, weight}."""
+        """Take the settings of `algorithm`. `teachers` has name -> keys of a teacher."""
         super().__init__(policy, **common)
         if divergence not in get_args(Divergence):
             raise ValueError(

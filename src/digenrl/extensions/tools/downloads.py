@@ -8,14 +8,17 @@ patterns here name the files that a run opens. A test traces the files of every 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from digenrl.config.settings import Settings
+from digenrl.config.settings import ModelSettings, Settings
 from digenrl.rewards.needs import placed_scorers, scorers_and_statistics
 from digenrl.rewards.published import WEIGHTS, files_read
+
+if TYPE_CHECKING:
+    from digenrl.models.pipeline import DiffusersPolicy
 
 _HUB_COMMAND = re.compile(r"hf download (?P<repository>[\w.-]+/[\w.-]+)(?: (?P<file>\S+))?")
 _BESIDE_TEXT = ("image_encoder", "image_processor", "feature_extractor", "processor")
@@ -60,7 +63,7 @@ class Download:
 def find_downloads(settings: Settings) -> tuple[list[Download], list[str]]:
     """Return what a checked configuration needs from the hub, and a line for each thing that lies
     elsewhere. What is on this machine as a file or directory is left out."""
-    found, elsewhere = list(_model_download(settings.node_at("model"))), list[str]()
+    found, elsewhere = list(_model_download(settings.model)), list[str]()
     served = {key for key, _, _ in placed_scorers(settings.node_at("reward"), "managed")}
     for key, what, node in scorers_and_statistics(
         settings.node_at("reward"), settings.callbacks or {}
@@ -88,18 +91,16 @@ def find_downloads(settings: Settings) -> tuple[list[Download], list[str]]:
     return [*reversed(unique.values())], elsewhere
 
 
-def _model_download(node: Mapping[str, Any]) -> Iterator[Download]:
-    path = node.get("path")
-    if path is None or node.get("build", "real") != "real" or Path(path).exists():
+def _model_download(model: ModelSettings) -> Iterator[Download]:
+    if model.path is None or model.get("build", "real") != "real" or Path(model.path).exists():
         return
     from hydra.utils import get_class
 
-    yield Download(
-        "model.path", str(path), tuple(_checkpoint_patterns(get_class(node["_target_"])))
-    )
+    patterns = tuple(_checkpoint_patterns(get_class(model.target)))
+    yield Download("model.path", model.path, patterns)
 
 
-def _checkpoint_patterns(policy: Any) -> Iterator[str]:
+def _checkpoint_patterns(policy: type[DiffusersPolicy]) -> Iterator[str]:
     """Yield patterns of the files that a policy of the class opens in its checkpoint."""
     yield from ("model_index.json", "*scheduler/scheduler_config.json")
     # text_encoder* is text_encoder and text_encoder_2: some repositories also have text_encoders/.

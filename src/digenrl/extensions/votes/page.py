@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from pydantic import ValidationError
@@ -55,7 +54,11 @@ class VotePage(Guard):
     def __init__(self, folder: Path, token: str, a_step: int, steps: int) -> None:
         super().__init__(token)
         self._folder, self._ballots = folder, Ballots(folder)
-        self._run = {"run": folder.parent.name, "a_step": a_step, "in_all": a_step * steps}
+        self._run: dict[str, object] = {
+            "run": folder.parent.name,
+            "a_step": a_step,
+            "in_all": a_step * steps,
+        }
         self._shown: dict[tuple[str, str], tuple[Pair, float]] = {}
         """(group, voter) -> pair that the voter looks at, and the time from which others get it."""
 
@@ -162,7 +165,7 @@ class VotePage(Guard):
         )
         return JSONResponse(self._vote_progress() | {"waiting": len(groups), "judged": complete})
 
-    def _describe_pair(self, each: Waiting, pair: Pair, given: int) -> dict[str, Any]:
+    def _describe_pair(self, each: Waiting, pair: Pair, given: int) -> dict[str, object]:
         group = each.group
         media = [_data_url(group.mime, each.read_media(sample)) for sample in pair]
         source = _data_url("image/png", each.read_media(group.samples)) if group.source else None
@@ -178,7 +181,7 @@ class VotePage(Guard):
             "wanted": max(group.wanted, given + 1),
         }
 
-    def _vote_progress(self) -> dict[str, Any]:
+    def _vote_progress(self) -> dict[str, object]:
         return self._run | {"done": self._ballots.count_votes()}
 
     def _choose_pair(self, each: Waiting, votes: list[Vote], voter: str) -> Pair | None:

@@ -8,7 +8,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -155,7 +154,7 @@ def _reward_rows(run: Run, summary: Summary) -> Iterable[list[str]]:
                    why, f"{model.get('model_id', DASH)} {str(model.get('weights_digest', ''))[:8]}"]  # fmt: skip  # noqa: E501
 
 
-def _as_mapping(value: object) -> Mapping[Any, Any]:
+def _as_mapping(value: object) -> Mapping[str, object]:
     """Return a part of a configuration that should be a mapping; an empty mapping in place of
     anything else."""
     return value if isinstance(value, Mapping) else {}

@@ -7,9 +7,9 @@ import base64
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from digenrl.report.page import gallery
 from digenrl.report.page.gallery import Tile
@@ -109,7 +109,7 @@ def make_cell(tile: Tile) -> Cell:
 
 
 def _first_cell(
-    prompt: str, moment: Samples, score: Any, rows: Mapping[str, Sequence[int]]
+    prompt: str, moment: Samples, score: NDArray[np.float64], rows: Mapping[str, Sequence[int]]
 ) -> Cell | None:
     if prompt not in rows:
         return None

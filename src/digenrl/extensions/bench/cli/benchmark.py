@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, cast
 
 from pydantic import Field
 
@@ -39,12 +39,15 @@ from digenrl.config.settings import Settings
 from digenrl.extensions.bench.files import Item, Suite, SuiteError, read_suite
 from digenrl.extensions.bench.statistics import Estimate, of_shares, of_values, over_tags
 from digenrl.record.run_dir import atomic_replace, write_json
-from digenrl.record.small_file import json_of, read_text
+from digenrl.record.small_file import json_object, read_text
 from digenrl.reward_command import reward_config, reward_suite
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from digenrl.algorithms.base import PolicyModule
+    from digenrl.models.policy import Policy
 
 RESULT = "benchmark.json"
 SETTINGS = "settings.json"
@@ -147,12 +150,13 @@ class BenchmarkWork:
         """Return the score and fault of each image of a prompt; None if not scored, or scored by
         another scorer."""
         try:
-            note = json_of(read_text(self.score_file(folder, item)))
+            note = json_object(read_text(self.score_file(folder, item)))
         except FileNotFoundError:
             return None
         if note["by"] != self.scored_by:
             return None
-        return [(math.nan if value is None else value, reason) for value, reason in note["scores"]]
+        scores: Any = note["scores"]
+        return [(math.nan if value is None else value, reason) for value, reason in scores]
 
 
 def run_benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
@@ -210,12 +214,13 @@ def run_benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
             "seed": request.seed,
         }
         for group in ("model", "sampling"):
-            plain = settings.as_plain()[group]
+            plain: Any = settings.as_plain()[group]
             made_with |= {f"{group}.{key}": value for key, value in plain.items()}
         made_with["weights"] = weights
         _same_settings(folders[name], made_with)
     _all_ranks(work)
-    result: dict[str, Any] = {
+    official = {name: suite.kind.then.format(folder=folder) for name, folder in folders.items()}
+    result: dict[str, object] = {
         "suite": suite.name,
         "digest": suite.digest,
         "published": suite.published,
@@ -224,18 +229,15 @@ def run_benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
         "samples_per_prompt": samples,
         "seed": request.seed,
         "scored_by": work.scored_by,
-        "official": {
-            name: suite.kind.then.format(folder=folder) for name, folder in folders.items()
-        },
+        "official": official,
     }
+    lines = [f"official scores: {command}" for command in official.values()]
     if work.scored_by is not None:
-        result |= _numbers_of(work)
+        numbers = _numbers_of(work)
+        result.update(numbers)
+        lines = _result_table(numbers)
         shutil.rmtree(out / SCORES)
-    for line in (
-        _result_table(result)
-        if work.scored_by
-        else [f"official scores: {v}" for v in result["official"].values()]
-    ):
+    for line in lines:
         print(line, file=sys.stderr)
     write_json(out / RESULT, result)
     return out / RESULT
@@ -389,7 +391,7 @@ def _checkpoint_digest(checkpoint: Path) -> dict[str, str]:
     """Return the name of the folder for a checkpoint's images -> a digest of its content."""
     from digenrl.strategy.checkpoint_io import MANIFEST, step_of
 
-    digest = str(json_of(read_text(checkpoint / MANIFEST))["xxh3"])
+    digest = str(json_object(read_text(checkpoint / MANIFEST))["xxh3"])
     return {f"step-{step_of(checkpoint):06d}": digest}
 
 
@@ -399,7 +401,7 @@ def _same_settings(folder: Path, settings: dict[str, object]) -> None:
     note = folder / SETTINGS
     settings = json.loads(json.dumps(settings))
     if note.exists():
-        before = json_of(read_text(note))
+        before = json_object(read_text(note))
         changed = {
             key for key in settings.keys() | before.keys() if settings.get(key) != before.get(key)
         }
@@ -433,8 +435,8 @@ def _make_images(work: BenchmarkWork, own: Sequence[Item], rank: int) -> None:
     from digenrl.strategy.checkpoint_io import read_checkpoint
     from digenrl.types import Prompt
 
-    policy = work.settings.build("model")
-    module = work.settings.build("algorithm", policy=policy)
+    policy: Policy = work.settings.build("model")
+    module: PolicyModule = work.settings.build("algorithm", policy=policy)
     module.to(accelerator.device_kind())
     sampling, seed = sampling_spec(work.settings), work.request.seed
     for name, folder in work.folders.items():
@@ -498,11 +500,33 @@ def _read_samples(files: Sequence[Path], samples: int) -> list[Tensor]:
     return [tile for row in media[0].chunk(rows, 1) for tile in row.chunk(columns, 2)][:samples]
 
 
-def _numbers_of(work: BenchmarkWork) -> dict[str, Any]:
+class Estimates(TypedDict):
+    """Means over prompts, each with the fields of `Estimate`."""
+
+    overall: dict[str, float] | None
+    tags: dict[str, dict[str, float]]
+
+
+class ModelNumbers(Estimates):
+    """Means of one model's images."""
+
+    folder: Path
+    missing: int
+    """Images without a score."""
+
+
+class Numbers(TypedDict):
+    """Numbers of benchmark.json."""
+
+    models: dict[str, ModelNumbers]
+    difference: NotRequired[Estimates]
+
+
+def _numbers_of(work: BenchmarkWork) -> Numbers:
     """Return the numbers of benchmark.json, and write a line per image to `images.jsonl` of each
     folder."""
     values: dict[str, dict[str, float]] = {}
-    models: dict[str, Any] = {}
+    models: dict[str, ModelNumbers] = {}
     for name, folder in work.folders.items():
         lines: list[dict[str, Any]] = []
         values[name] = {}
@@ -522,11 +546,9 @@ def _numbers_of(work: BenchmarkWork) -> dict[str, Any]:
             )
         estimate = of_shares if work.request.reward is None else of_values
         tags = _by_tag(work.items, values[name], estimate)
-        models[name] = _estimate_entries(tags) | {
-            "folder": folder,
-            "missing": sum(line["score"] is None for line in lines),
-        }
-    result: dict[str, Any] = {"models": models}
+        missing = sum(line["score"] is None for line in lines)
+        models[name] = {**_estimate_entries(tags), "folder": folder, "missing": missing}
+    result: Numbers = {"models": models}
     if len(values) == 2:
         before, after = values.values()
         both = {key: after[key] - before[key] for key in after.keys() & before.keys()}
@@ -545,19 +567,19 @@ def _by_tag(
     return {tag: estimate(of_tag) for tag, of_tag in found.items()}
 
 
-def _estimate_entries(tags: dict[str, Estimate]) -> dict[str, object]:
+def _estimate_entries(tags: dict[str, Estimate]) -> Estimates:
     return {
         "overall": asdict(over_tags(tags)) if tags else None,
         "tags": {tag: asdict(estimate) for tag, estimate in tags.items()},
     }
 
 
-def _result_table(result: dict[str, Any]) -> list[str]:
+def _result_table(numbers: Numbers) -> list[str]:
     """Return a table with a row per tag: mean and 95 % interval of each model, and of the
     difference."""
-    columns = result["models"] | (
-        {"difference": result["difference"]} if "difference" in result else {}
-    )
+    columns: dict[str, Estimates] = {**numbers["models"]}
+    if "difference" in numbers:
+        columns["difference"] = numbers["difference"]
     lines = [f"{'':<24}{'prompts':>8}" + "".join(f"{name:>26}" for name in columns)]
     first = next(iter(columns.values()))
     for tag in [*first["tags"], "overall"]:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from digenrl import prompts
 from digenrl.config.command_settings import ScoreSettings
@@ -86,9 +86,19 @@ def aligned_prompts(name: str) -> list[tuple[int, Prompt]]:
     return sorted((found | {line: found[first] for line, first in file.duplicates}).items())
 
 
+class FileScore(TypedDict):
+    """Scores of one file; None: the file could not be scored."""
+
+    file: str
+    prompt: str
+    score: float | None
+    """Weighted sum of the rewards."""
+    rewards: dict[str, float | None]
+
+
 def _score_rows(
     settings: ScoreSettings, suite: RewardSuite, files: Sequence[Path], asked: Sequence[Prompt]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[FileScore]:
     """Return one entry of `scores` per file."""
     import torch
 
@@ -133,7 +143,7 @@ def _number_or_none(value: Tensor) -> float | None:
     return None if math.isnan(number) else number
 
 
-def _print_table(rows: Sequence[dict[str, Any]]) -> None:
+def _print_table(rows: Sequence[FileScore]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -20,11 +20,16 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from digenrl import config as configuration
 from digenrl.config.help import Arguments, Folder, RunDirectory, own_command
 from digenrl.record.run_dir import share_as_folder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from digenrl.models.policy import Policy
 
 NOTES = {
     "trained": "the weights after the last update",
@@ -92,7 +97,7 @@ def export_run(request: ExportKeys, words: Sequence[str] = ()) -> Path:
     print(f"export: {NOTES[weights]}", file=sys.stderr)
     # A quantized base is for training: the adapter is merged with the published weights.
     whole = {"quantize": None} if composed.settings.model.holds_key("quantize") else {}
-    policy = composed.settings.build("model", **whole)
+    policy: Policy = composed.settings.build("model", **whole)
     policy.adapter.load_trained_parameters(tensors)
     if request.merge:
         if policy.adapter.lora is None:
@@ -113,7 +118,7 @@ def export_run(request: ExportKeys, words: Sequence[str] = ()) -> Path:
 
 def read_weights(
     checkpoints: Path, weights: str, every: int = 1, words: Sequence[str] | None = None
-) -> tuple[dict[str, Any], str]:
+) -> tuple[dict[str, Tensor], str]:
     """Read the newest checkpoint that verifies.
 
     Args:
@@ -143,7 +148,7 @@ def read_weights(
     if weights == "trained":
         return load_file(checkpoint / POLICY), "trained"
     kept = read_checkpoint(checkpoint, ("algorithm",))["algorithm"]
-    average: dict[str, Any] = kept["ema"]
+    average: dict[str, Tensor] = kept["ema"]
     if average and kept["ema_steps"] < every:
         raise NoWeights(
             f"{checkpoint}: the moving average is still the base model, because it follows every "

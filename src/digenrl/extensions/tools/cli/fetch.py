@@ -15,7 +15,6 @@ import sys
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from digenrl import config as configuration
 from digenrl.config.help import Arguments, own_command
@@ -79,7 +78,12 @@ def _announce_download(wanted: Download) -> int:
 
     try:
         info = HfApi().model_info(wanted.repository, files_metadata=True)
-        files: Any = snapshot_download(wanted.repository, **_file_patterns(wanted), dry_run=True)
+        files = snapshot_download(
+            wanted.repository,
+            allow_patterns=list(wanted.files),
+            ignore_patterns=list(IGNORED),
+            dry_run=True,
+        )
     except GatedRepoError as error:
         raise ValueError(
             f"{wanted.key} = {wanted.repository} is gated: accept its licence at {wanted.page}, "
@@ -113,10 +117,6 @@ def _announce_download(wanted: Download) -> int:
     return missing
 
 
-def _file_patterns(wanted: Download) -> dict[str, Any]:
-    return {"allow_patterns": list(wanted.files), "ignore_patterns": list(IGNORED)}
-
-
 def _is_whole(path: Path, size: int | None) -> bool:
     """Return whether a cached file is there in its size; one of another size is removed."""
     if not path.exists():
@@ -146,7 +146,10 @@ def _download_files(wanted: Download) -> str:
     """Download; return the setting that names the file, if the configuration does not name it."""
     from huggingface_hub import snapshot_download
 
-    folder = Path(snapshot_download(wanted.repository, **_file_patterns(wanted)))
+    patterns, left_out = list(wanted.files), list(IGNORED)
+    folder = Path(
+        snapshot_download(wanted.repository, allow_patterns=patterns, ignore_patterns=left_out)
+    )
     return shell_word(wanted.key, folder / wanted.files[0]) if wanted.to_set else ""
 
 
