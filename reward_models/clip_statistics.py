@@ -16,13 +16,11 @@ from torchmetrics.functional import pairwise_cosine_similarity
 from torchmetrics.image.kid import KernelInceptionDistance
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from digenrl.images.reader import list_files, read_picture
+from digenrl.images.reader import FORMATS, PICTURES, list_files, read_picture
 from digenrl.types import Prompt
 from reward_models.clip_backbone import ClipBackbone
 from reward_models.weights import BUILDS
 
-_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
-FORMATS = ("BMP", "JPEG", "PNG", "TIFF", "WEBP")
 _MOST_PIXELS = 1 << 28
 _SUBSETS = 10
 """Draws from the larger of two sets of unequal size."""
@@ -80,7 +78,7 @@ class ClipStatistics:
         self._reference = None if reference is None else Path(reference)
         if self._reference is not None and len(list(pictures_of(self._reference, 2))) < 2:
             raise ValueError(
-                f"reference={reference} holds fewer than two pictures ({', '.join(_SUFFIXES)}): "
+                f"reference={reference} holds fewer than two pictures ({', '.join(PICTURES)}): "
                 "give a folder of them, "
                 "or the samples/eval-0.npz of a run"
             )
@@ -111,7 +109,7 @@ def pictures_of(reference: Path, most: int) -> Iterator[Tensor]:
         with np.load(reference, allow_pickle=False) as arrays:
             yield from torch.from_numpy(arrays["media"][:most])
         return
-    for file in list_files(reference, _SUFFIXES)[:most] if reference.is_dir() else ():
+    for file in list_files(reference, PICTURES)[:most] if reference.is_dir() else ():
         try:
             yield pil_to_tensor(read_picture(file, FORMATS, _MOST_PIXELS))
         except (OSError, ValueError, SyntaxError) as error:

@@ -153,8 +153,8 @@ def check_image(content: bytes, limits: ImageLimits) -> None:
                 )
             require_one(picture)
             # A JPEG is read to its end, at an eighth of its size.
-            picture.draft("RGB", (picture.width // 8, picture.height // 8))
-            picture.load()
+            picture.draft("RGB", (max(1, picture.width // 8), max(1, picture.height // 8)))
+            flatten_picture(picture)
     except ImageError:
         raise
     except PictureError as error:

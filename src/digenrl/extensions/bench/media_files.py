@@ -13,13 +13,15 @@ from PIL import Image, ImageSequence
 from torch import Tensor
 
 from digenrl import extras
-from digenrl.images.reader import flatten_picture, list_files, read_picture
+from digenrl.images.reader import (
+    FORMATS,
+    PICTURES,
+    VIDEOS,
+    flatten_picture,
+    list_files,
+    read_picture,
+)
 
-PICTURES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
-VIDEOS = (".avi", ".gif", ".mkv", ".mov", ".mp4", ".webm")
-FORMATS = ("BMP", "JPEG", "PNG", "TIFF", "WEBP")
-"""Decoders of Pillow that a picture may need. Without this list its name decides nothing, and
-others may start programs."""
 _DEMUXERS = {".avi": "avi", ".mkv": "matroska", ".mov": "mov", ".mp4": "mov", ".webm": "matroska"}
 """Suffix -> the reader of ffmpeg. Other readers are not used: those of playlists open further
 files."""
@@ -33,7 +35,8 @@ def media_files(folder: Path) -> list[Path]:
     """Return the pictures and videos in `folder`, in natural order of name. Other files, hidden
     ones and subfolders are left out.
 
-    Raises MediaError if there is no such folder, or no picture or video in it.
+    Raises MediaError if there is no such folder, or no picture or video in it, and PictureError as
+    `list_files`.
     """
     if not folder.is_dir():
         raise MediaError(f"{folder}: no such folder of pictures or videos.")
@@ -82,8 +85,6 @@ def _check_size(pixels: int, max_pixels: int) -> None:
 
 
 def _read_still(path: Path, max_pixels: int) -> np.ndarray:
-    with Image.open(path, formats=FORMATS) as file:
-        _check_size(file.width * file.height, max_pixels)
     picture = np.array(read_picture(path, FORMATS, max_pixels))
     return picture[:, :, None] if picture.ndim == 2 else picture
 
