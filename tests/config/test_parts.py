@@ -82,7 +82,7 @@ def test_a_schema_in_words(node: dict[str, Any], words: str) -> None:
     ],
 )
 def test_a_value_in_words(value: Any, kind: str, shown: str) -> None:
-    assert (validation._kind_of(value), validation.show_value(value)) == (kind, shown)
+    assert (validation.kind_of(value), validation.show_value(value)) == (kind, shown)
 
 
 def test_two_ranks_disagree_in_what_differs_and_in_what_one_of_them_lacks() -> None:

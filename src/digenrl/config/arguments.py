@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from digenrl.config.errors import list_names, nearest_name
 from digenrl.config.removed import removal_reason
+from digenrl.config.validation import kind_of, show_value
+from digenrl.config.words import shell_word
 
 _READ = ("digenrl", "reward_models", "lightning")
 """Packages whose source is read."""
@@ -53,7 +55,75 @@ def argument_problems(where: str, path: str, target: str, node: Mapping[str, obj
             if (why := removal_reason(f"{path}.{key}", node[key])) is not None:
                 hint = f"it was removed: {why}"
             problems.append(f"{path}.{key}: {name} takes no such argument; {hint}.")
+    for key in accepted.keys() & node.keys():
+        problems += _value_problems(f"{path}.{key}".lstrip("."), node[key], accepted[key])
     return problems
+
+
+def _value_problems(key: str, held: object, annotation: ast.expr | None) -> Iterator[str]:
+    """Yield what is wrong with a value that a constructor annotates."""
+    kinds = _plain_kinds(annotation)
+    if kinds is not None and not any(fits(held) for fits in kinds.values()):
+        text = f" Write {shell_word(key, show_value(held))} if you mean the text."
+        text *= "text" in kinds and isinstance(held, (bool, int, float))
+        yield (
+            f"{key} = {show_value(held)}: is {kind_of(held)}; allowed: {' or '.join(kinds)}.{text}"
+        )
+    named = key.endswith("dtype") and "str" in _union_of(annotation)
+    automatic = held == "auto" and key == "model.dtype"
+    if named and isinstance(held, str) and held not in DTYPES and not automatic:
+        yield f"{key} = {show_value(held)}: is no dtype; allowed: {' | '.join(DTYPES)}."
+
+
+def _union_of(annotation: ast.expr | None) -> list[str]:
+    return [] if annotation is None else ast.unparse(annotation).split(" | ")
+
+
+DTYPES = ("bfloat16", "float32", "float64", "float16")
+"""torch has more names for these (half), which no check here would know."""
+_PLAIN: dict[str, tuple[str, Callable[[object], bool]]] = {
+    # A bool is an int in Python.
+    "int": ("whole number", lambda held: isinstance(held, int) and not isinstance(held, bool)),
+    "float": ("number", lambda held: isinstance(held, (int, float)) and not isinstance(held, bool)),
+    "bool": ("true or false", lambda held: isinstance(held, bool)),
+    "str": ("text", lambda held: isinstance(held, str)),
+    "Path": ("text", lambda held: isinstance(held, str)),
+    "None": ("null", lambda held: held is None),
+}
+"""Annotation -> what it is called, and whether a value of a YAML file fits."""
+
+
+def _plain_kinds(annotation: ast.expr | None) -> dict[str, Callable[[object], bool]] | None:
+    """Return the plain types that an annotation allows; None where it allows others, too.
+
+    >>> list(_plain_kinds(ast.parse("int | None", mode="eval").body))
+    ['whole number', 'null']
+    >>> _plain_kinds(ast.parse("int | Sequence[int]", mode="eval").body) is None
+    True
+    """
+    match annotation:
+        case ast.Name(id=name) if name in _PLAIN:
+            return dict([_PLAIN[name]])
+        case ast.Constant(value=None):
+            return dict([_PLAIN["None"]])
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            parts = [_plain_kinds(left), _plain_kinds(right)]
+        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
+            parts = [_plain_kinds(inner), dict([_PLAIN["None"]])]
+        case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=elements)):
+            parts = [_plain_kinds(each) for each in elements]
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
+            words = choices.elts if isinstance(choices, ast.Tuple) else [choices]
+            allowed = [word.value for word in words if isinstance(word, ast.Constant)]
+            return {" | ".join(map(str, allowed)): allowed.__contains__}
+        case _:
+            return None
+    found: dict[str, Callable[[object], bool]] = {}
+    for part in parts:
+        if part is None:
+            return None
+        found |= part
+    return found
 
 
 @functools.cache
@@ -122,11 +192,15 @@ def _find_definition(module: str, name: str, depth: int = 0) -> tuple[str, _Defi
     return None
 
 
-def _parameter_names(function: ast.FunctionDef) -> tuple[str, ...]:
-    """Return the names that a function takes, without those that its **kwargs may hold."""
+_Arguments = dict[str, ast.expr | None]
+"""Name -> annotation."""
+
+
+def _parameters(function: ast.FunctionDef) -> _Arguments:
+    """Return what a function takes, without what its **kwargs may hold."""
     arguments = function.args
     each = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-    return tuple(argument.arg for argument in each)
+    return {argument.arg: argument.annotation for argument in each}
 
 
 def _passes_on(function: ast.FunctionDef) -> bool:
@@ -147,23 +221,21 @@ def _count_uses(node: ast.AST, name: ast.arg | None) -> int:
     return 0 if name is None else list(read).count(name.arg)
 
 
-def _accepted_arguments(
-    module: str, definition: _Definition, depth: int = 0
-) -> tuple[str, ...] | None:
-    """Return the names that the constructor (or function) accepts; None = not knowable from its
-    source."""
+def _accepted_arguments(module: str, definition: _Definition, depth: int = 0) -> _Arguments | None:
+    """Return what the constructor (or function) accepts; None = not knowable from its source."""
     if isinstance(definition, ast.FunctionDef):
-        return None if definition.args.kwarg else _parameter_names(definition)
-    inherited: list[str] = []
+        return None if definition.args.kwarg else _parameters(definition)
+    inherited: _Arguments = {}
     for item in definition.body:
         if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-            given = _parameter_names(item)[1:]  # without self
+            given = _parameters(item)
+            given.pop(next(iter(given)))  # self
             # Without **kwargs this constructor alone decides, whatever its bases take.
             if item.args.kwarg is None:
                 return given
             if not _passes_on(item):
                 return None
-            inherited += given
+            inherited |= given
     if depth > 4:
         return None
     for base in definition.bases:
@@ -172,17 +244,17 @@ def _accepted_arguments(
             names = _accepted_arguments(*found, depth + 1)
             if names is None:
                 return None
-            inherited += names
+            inherited = names | inherited
         # A base that cannot be looked up may accept anything.
         elif not (isinstance(base, ast.Name) and base.id in ("object", "Protocol", "ABC")):
             return None
     if any("dataclass" in ast.unparse(decorator) for decorator in definition.decorator_list):
-        own = [
-            item.target.id
+        own = {
+            item.target.id: item.annotation
             for item in definition.body
             if isinstance(item, ast.AnnAssign)
             and isinstance(item.target, ast.Name)
             and not ast.unparse(item.annotation).startswith(("ClassVar", "typing.ClassVar"))
-        ]
-        return (*inherited, *own)
-    return tuple(inherited) if definition.bases else ()
+        }
+        return inherited | own
+    return inherited if definition.bases else {}

@@ -47,7 +47,9 @@ def problems_of(
         *wrong.values(),
         *_leaf_problems(tree, wrong),
         *_trainer_problems(tree),
-        *target_problems(tree, allow),
+        *_component_problems(tree),
+        # What the schema has refused is not said twice.
+        *(text for text in target_problems(tree, allow) if text.split(" = ")[0] not in wrong),
         # Rules that read a broken key stay silent: its own message is in `wrong`.
         *relation_problems(tree, wrong),
         *_prompt_problems(tree, wrong),
@@ -130,6 +132,18 @@ def _trainer_problems(tree: Mapping[str, object]) -> Iterator[str]:
     for key, remedy in DERIVED_TRAINER_KEYS.items():
         if isinstance(trainer, Mapping) and key in trainer:
             yield f"trainer.{key} = {show_value(trainer[key])}: is derived; {remedy}."
+
+
+def _component_problems(tree: Mapping[str, object]) -> Iterator[str]:
+    """Yield a message for each callback or logger that names no class."""
+    for group in ("callbacks", "logger"):
+        nodes = tree.get(group)
+        for name, node in nodes.items() if isinstance(nodes, Mapping) else ():
+            if isinstance(node, Mapping) and "_target_" not in node:
+                yield (
+                    f"{group}.{name}: has no _target_; name its class "
+                    f"(+{group}.{name}._target_=...), or write ~{group}.{name} to leave it out."
+                )
 
 
 def _prompt_problems(tree: Mapping[str, object], broken: Collection[str]) -> Iterator[str]:

@@ -393,6 +393,8 @@ class LoraSettings(Open):
     path: Text | None = ABSENT
     """Adapter to go on from: a .safetensors file of diffusers, PEFT, kohya's tools or ComfyUI, or a
     directory with one, or of a run. null: a new adapter."""
+    targets: Text | list[Text] = ABSENT
+    """Layers with an adapter: the ends of their names, as regular expressions, or a preset."""
 
 
 class ModelSettings(Open):

@@ -154,7 +154,7 @@ def _number_text(value: float) -> str:
     return str(int(value)) if value == int(value) else str(value)
 
 
-def _kind_of(value: object) -> str:
+def kind_of(value: object) -> str:
     """Return the type of a value, in words."""
     if value is None:
         return "null"
@@ -282,4 +282,4 @@ def _complaint_text(error: ErrorDetails) -> str:
         return "is not a whole number"
     if kind == "literal_error" and isinstance(value, str):
         return "is none of the choices"
-    return f"is {_kind_of(value)}"
+    return f"is {kind_of(value)}"

@@ -4,6 +4,7 @@ usable prompts, flags of a judge's server."""
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -47,8 +48,8 @@ _FLAG_VALUE = re.compile(r"[\w{\"\[][\w.,:{}\"\[\]= -]{0,200}")
 
 
 def check_entry(name: str, entry: object, group: str) -> None:
-    """Raise ValueError for an entry of `group` (rewards, heldout) without a scorer, or with an
-    unknown key."""
+    """Raise ValueError for an entry of `group` (rewards, heldout) without a scorer, with an unknown
+    key, or with a weight that is no number."""
     if not isinstance(entry, Mapping) or "scorer" not in entry:
         raise ValueError(
             f"Reward `{name}` has no `scorer`: write {name}: {{scorer: {{_target_: "
@@ -59,6 +60,12 @@ def check_entry(name: str, entry: object, group: str) -> None:
             raise ValueError(
                 f"Reward `{name}` has the unknown key `{key}`; known: {', '.join(_KEYS[group])}."
             )
+    weight = entry.get("weight", 1.0)
+    if type(weight) not in (int, float) or not math.isfinite(weight):
+        raise ValueError(
+            f"Weight of reward `{name}` is {weight!r}: give a finite number (0 = only logged, "
+            "negative = minimised)."
+        )
 
 
 def placed_scorers(
@@ -150,6 +157,12 @@ def require_weights(
     """
     problems = []
     for key, what, node in scorers_and_statistics(reward, callbacks or {}):
+        reference = node.get("reference")
+        if reference is not None and not Path(reference).exists():
+            problems.append(
+                f"{key}.reference = {reference}: there is no such file or folder; name another, or "
+                f"set {key}.reference=null."
+            )
         published = WEIGHTS.get(node["_target_"], {}) if node.get("build", "real") == "real" else {}
         for argument, source in published.items():
             value = node.get(argument)

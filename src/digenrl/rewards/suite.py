@@ -122,7 +122,7 @@ class RewardSuite:
         self.weights: dict[str, float] = {}
         for name, entry in rewards.items():
             check_entry(name, entry, "rewards")
-            self.weights[name] = _checked_weight(name, entry.get("weight", 1.0))
+            self.weights[name] = float(entry.get("weight", 1.0))
         if not any(self.weights.values()):
             raise ValueError(
                 f"Every reward weight of {sorted(self.weights)} is 0: nothing would be optimised; "
@@ -308,16 +308,3 @@ def combine_scores(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -
 
 def _asks_people(scorer: Scorer) -> bool:
     return bool(getattr(scorer, "asks_people", False))
-
-
-def _checked_weight(name: str, weight: object) -> float:
-    if (
-        isinstance(weight, bool)
-        or not isinstance(weight, (int, float))
-        or not math.isfinite(weight)
-    ):
-        raise ValueError(
-            f"Weight of reward `{name}` is {weight!r}: give a finite number (0 = only logged, "
-            "negative = minimised)."
-        )
-    return float(weight)

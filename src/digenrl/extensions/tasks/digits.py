@@ -33,6 +33,7 @@ from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from digenrl.config.targets import instantiate
 from digenrl.diffusion.sigmas import static_grid
 from digenrl.images import PromptImage
 from digenrl.models.codec import Codec
@@ -186,6 +187,14 @@ class EmbeddedPolicy(Policy):
     """Rotary positions between neighbouring tokens."""
     text_length: ClassVar[int]
     """Words of the sequence input."""
+
+    @classmethod
+    def check(cls, settings: Mapping[str, object]) -> None:
+        """Build the model, which takes no time: as `Policy.check`."""
+        try:
+            instantiate(settings)
+        except FileNotFoundError as error:
+            raise ValueError(f"model.path: {error}") from error
 
     def __init__(
         self,
