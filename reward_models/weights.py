@@ -7,6 +7,7 @@ whatever the caller's RNG state.
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +51,7 @@ def checkpoint(path: str | None, build: str, make: Callable[[Path], None]) -> It
 
 def require_plain(name: str | Path) -> None:
     """Raise ValueError if the files of a model, in a directory or in the hub's cache, name code."""
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if not folder.exists() and _HUB_ID.fullmatch(str(name)):
         try:
             folder = Path(snapshot_download(str(name), local_files_only=True))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +39,7 @@ def require_data(folder: str | Path) -> None:
     Raises:
         CodeInFolder: names file, key and value.
     """
-    root = Path(folder).expanduser()
+    root = Path(os.path.expanduser(folder))
     if not root.is_dir():
         return
     files = [*root.glob("*.json"), *root.glob("*/*.json")]

@@ -9,6 +9,7 @@ import pytest
 from digenrl import config
 from digenrl.cli.sweeps import expand_sweep
 from digenrl.config.output_dir import prepare_run_dir
+from digenrl.config.settings import Settings
 from tests.deleting import installed
 
 pytestmark = pytest.mark.heavy
@@ -130,3 +131,41 @@ def test_the_configurations_of_the_checkout_are_no_names_taken_twice() -> None:
     """`digenrl new` in the checkout writes there, and prints a line with `--config-dir configs`."""
     words = ["--config-dir", str(config.config_directory()), "experiment=digits_flowgrpo"]
     assert config.load(words).settings == config.load(words[2:]).settings
+
+
+OWN = "# @package _global_\ndefaults:\n  - digits_flowgrpo\n  - _self_\nmax_rl_steps: 7\n"
+
+
+def load_own(folder: Path, name: str, content: bytes) -> Settings:
+    """Return what an experiment of this name, with this content, makes of a run."""
+    file = folder / "experiment" / f"{name}.yaml"
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(content)
+    words = [f"experiment={name}", "hardware=cpu_tiny", f"--config-dir={folder}"]
+    return config.load(words).settings
+
+
+@pytest.mark.parametrize("name", ["20261128", "2026-11-28", "1e3", "007", "true", "Inf", "my exp"])
+def test_an_option_may_have_any_name(tmp_path: Path, name: str) -> None:
+    settings = load_own(tmp_path, name, OWN.encode())
+    assert (settings.max_rl_steps, settings.experiment_name) == (7, name)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (OWN.encode("utf-8-sig"), "is not UTF-8 without a byte order mark; save it so"),
+        (OWN.encode("utf-16"), "is not UTF-8 without a byte order mark; save it so"),
+        (b"# caf\xe9\n" + OWN.encode(), "is not UTF-8 without a byte order mark"),
+        (f"{OWN}data:\n\xa0\xa0group_size: 4\n".encode(), "line 7 begins with a no-break space"),
+        (OWN.partition("\n")[2].encode(), "first line be `# @package _global_`"),
+        (b"", "first line be `# @package _global_`"),
+        (b"- a\n", "first line be `# @package _global_`"),
+        (OWN.replace("flow", "flwo").encode(), "nearest: digits_flowgrpo"),
+    ],
+)
+def test_a_file_that_cannot_count_says_why(tmp_path: Path, content: bytes, expected: str) -> None:
+    with pytest.raises(config.ConfigError) as caught:
+        load_own(tmp_path, "mine", content)
+    assert expected in caught.value.problems[0]
+    assert "mine" in caught.value.problems[0] or "experiment" in caught.value.problems[0]

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -343,3 +345,50 @@ def test_a_path_that_an_interpolation_makes_is_absolute_too(
     monkeypatch.chdir(tmp_path)
     words = [f"hydra.run.dir={tmp_path}/run", "data.prompts=${reward.placement}.txt"]
     assert config.load(words).settings.tree.data.prompts == str(tmp_path / "thread.txt")
+
+
+@pytest.mark.parametrize("name", ["mine.txt/", "./mine.txt/", "../a/mine.txt", "~/../a/mine.txt/"])
+def test_a_slash_at_the_end_leaves_no_path_relative(here: Path, name: str) -> None:
+    word = f"data.prompts={name}"
+    evaluated = f"callbacks.evaluation.prompts={name}"
+    tree = config.load([*BASE, word, evaluated, f"+model.path={name}"]).settings.tree
+    for key in ("data.prompts", "callbacks.evaluation.prompts", "model.path"):
+        held = Path(OmegaConf.select(tree, key))
+        assert held.is_absolute(), key
+        assert held.resolve() == here / "a" / "mine.txt"
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "output_root=~nobody-here/runs",
+        "data.prompt_store=~nobody-here/store",
+        "data.prompts=~nobody-here/mine.txt",
+        "resume=~nobody-here/run",
+        "--config-dir=~nobody-here/configs",
+    ],
+)
+def test_the_home_of_nobody_is_refused(here: Path, word: str) -> None:
+    with pytest.raises(config.ConfigError, match=r"~nobody-here/\S+: (there is no user|no such)"):
+        config.load([*BASE, word])
+    assert not (here / "a" / "~nobody-here").exists()
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/runs", "gs://x", "file:///data", "hdfs://n:1/x"])
+@pytest.mark.parametrize("key", ["output_root", "data.prompt_store"])
+def test_an_address_is_no_directory(here: Path, key: str, address: str) -> None:
+    with pytest.raises(config.ConfigError, match=f"{address}: is an address; name a file or dir"):
+        config.load([*BASE, f"{key}={address}"])
+
+
+def test_a_command_for_a_run_of_nobody_ends_without_a_traceback(here: Path) -> None:
+    for command in ("report", "export", "eval", "resume"):
+        found = subprocess.run(
+            [sys.executable, "-m", "digenrl", command, "~nobody-here/run"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert found.returncode == 2, found.stderr
+        assert "Traceback" not in found.stderr
+        assert "~nobody-here" in found.stderr

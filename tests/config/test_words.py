@@ -91,3 +91,15 @@ def test_keep_sh_begins_in_a_folder_of_any_name(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "seed: 3" in done.stdout
+
+
+@pytest.mark.parametrize("text", ["it's", "(a)", "a=b", "!", "a; b", "50 %}", 'say "no"'])
+def test_a_word_that_cannot_be_read_says_how_to_quote_it(text: str) -> None:
+    with pytest.raises(config.ConfigError) as caught:
+        config.load(
+            ["experiment=sd35_flowgrpo", "hardware=cpu_tiny", f"model.negative_prompt={text}"]
+        )
+    (problem,) = caught.value.problems
+    (word,) = shlex.split(problem.partition("quote it: ")[2].removesuffix("."))
+    loaded = config.load(["experiment=sd35_flowgrpo", "hardware=cpu_tiny", word])
+    assert loaded.settings.model.negative_prompt == text

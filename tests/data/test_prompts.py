@@ -333,3 +333,25 @@ def test_a_fault_has_the_number_of_its_line_whatever_ends_lines(tmp_path: Path, 
 def test_a_long_file_without_line_feeds_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\r".join(b"prompt %06d" % n for n in range(100_000)))
     assert len(prompts.read_prompt_file(tmp_path / "a.txt").prompts) == 100_000
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"prompt": "a", "prompt": "b"}',
+        '{"prompt": "a", "target": "x", "target": "x"}',
+        '{"prompt": "a", "include": [{"class": "cat", "class": "dog"}]}',
+    ],
+)
+def test_a_field_that_stands_twice_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(f'{{"prompt": "fine"}}\n{line}\n')
+    with pytest.raises(prompts.PromptFileError, match=r'a\.jsonl:2: the field "\w+" stands there'):
+        prompts.read_prompt_file(file)
+
+
+@pytest.mark.parametrize(("name", "text"), [("A.TXT", "a"), ("A.Jsonl", '{"prompt": "a"}')])
+def test_a_suffix_may_have_capitals(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    (found,) = prompts.read_prompt_file(tmp_path / name).prompts
+    assert found.text == "a"

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from digenrl import facts
 from digenrl.config.command_settings import schema_of
 from digenrl.config.errors import MOST_SHOWN, ConfigError, list_names, nearest_name
-from digenrl.config.paths import absolute_paths, lies_under, typed_paths
+from digenrl.config.paths import absolute_path, absolute_paths, lies_under, typed_paths
 from digenrl.config.removed import removal_reason
 from digenrl.config.settings import DERIVED_TRAINER_KEYS
 from digenrl.config.shipped import config_directory
@@ -99,7 +99,12 @@ def parse_words(words: Sequence[str]) -> Words:
             shown, name = redact_text(word), word.partition("=")[0]
             if is_secret_name(name):
                 shown, reason = f"{name}={MASK}", "its value is not shown"
-            parsed.problems.append(f"{shown}: cannot be read as key=value ({reason}).")
+            key, _, held = shown.partition("=")
+            quoted = f" If the value is text, quote it: {shell_word(key, held)}."
+            parsed.problems.append(
+                f"{shown}: cannot be read as key=value ({reason})."
+                + quoted * (bool(held) and re.fullmatch(r"[+]{0,2}[\w./@]+", key) is not None)
+            )
             continue
         key = override.key_or_group
         if override.is_sweep_override():
@@ -109,6 +114,8 @@ def parse_words(words: Sequence[str]) -> Words:
                 f"{redact_text(shell_word(key, word.partition('=')[2]))}."
             )
         elif key in options:
+            if type(override.value()) in (int, float, bool):  # a name is text, whatever it is
+                override = read_word(f"{key}={quote_value(word.partition('=')[2].strip())}")
             value = override.value()
             chosen = value if isinstance(value, list) else [value]
             wrong = [
@@ -153,7 +160,7 @@ def own_directories(words: Sequence[str]) -> Iterator[Path]:
         except HydraException:
             continue  # said when all words are parsed
         for directory in value if isinstance(value, list) else [value]:
-            yield Path(str(directory).removeprefix("file://")).expanduser().absolute()
+            yield Path(absolute_path(str(directory).removeprefix("file://")))
 
 
 def _directory_problems(own: Sequence[Path]) -> Iterator[str]:
@@ -166,11 +173,28 @@ def _directory_problems(own: Sequence[Path]) -> Iterator[str]:
                 "experiment/ or reward/."
             )
         for group, names in group_options(directory).items():
+            for file in (directory / group / f"{name}.yaml" for name in names):
+                if (wrong := _encoding_problem(file)) is not None:
+                    yield f"{file}: {wrong}."
             for name in sorted({*names} & {*known.get(group, ())}):
                 yield (
                     f"--config-dir {directory}: {group}/{name}.yaml has the name of an option that "
                     "is there already; rename it."
                 )
+
+
+def _encoding_problem(file: Path) -> str | None:
+    """Return what nobody sees in a file, and YAML or Hydra read otherwise than meant."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except ValueError:
+        text = "\ufeff"
+    if text.startswith("\ufeff"):
+        return "is not UTF-8 without a byte order mark; save it so"
+    if found := re.search(r"^[ \xa0]*\xa0", text, re.MULTILINE):
+        line = text.count("\n", 0, found.start()) + 1
+        return f"line {line} begins with a no-break space; indent it with spaces"
+    return None
 
 
 def unknown_option(group: str, option: str, options: Sequence[str]) -> str:
@@ -223,7 +247,7 @@ def _compose_cached(config_name: str, groups: tuple[str, ...], own: tuple[Path, 
 
 def _composition_message(error: Exception, own: Sequence[Path]) -> str:
     text = str(error)
-    missing = re.search(r"Could not find '([\w/-]+)/([^/']+)'", text)
+    missing = re.search(r"Could not (?:find|load) '([\w/-]+)/([^/']+)'", text)
     if missing and (options := group_options(config_directory(), *own).get(missing[1])) is not None:
         where = re.search(r"In '([^']+)'", text)
         return (f"{where[1]}: " if where else "") + unknown_option(missing[1], missing[2], options)
@@ -264,6 +288,11 @@ class KnownKeys:
             return f"{key} = {shown}: was removed; {why}."
         if any(name == key or name.startswith(f"{key}.") for name in self._schema):
             return f"{key} = {shown}: nothing sets it here; +{key}=... adds it."
+        if key == "experiment":
+            return (
+                f"{key} = {shown}: its file holds no keys of a run, or they count inside "
+                "`experiment` alone; let its first line be `# @package _global_`."
+            )
         self._asked += 1
         if self._asked > MOST_SHOWN:  # a stored file may hold thousands
             return f"{key} = {shown}: no such key."

@@ -17,12 +17,10 @@ from digenrl.config.validation import keys_of, problems_by_key
 from digenrl.record.redact import redact_text
 
 HELP = ("-h", "--help")
-RunDirectory = Annotated[
-    Path, AfterValidator(Path.expanduser), WithJsonSchema({"phrase": "path of a run directory"})
-]
-Folder = Annotated[
-    Path, AfterValidator(Path.expanduser), WithJsonSchema({"phrase": "path of a directory"})
-]
+# Not Path.expanduser, which ends with a traceback where nobody knows the user.
+_Expanded = AfterValidator(lambda path: Path(os.path.expanduser(path)))
+RunDirectory = Annotated[Path, _Expanded, WithJsonSchema({"phrase": "path of a run directory"})]
+Folder = Annotated[Path, _Expanded, WithJsonSchema({"phrase": "path of a directory"})]
 Own = TypeVar("Own", bound="Arguments")
 
 

@@ -106,7 +106,7 @@ def _load_checked(argv: Sequence[str], config_name: str, stored: Path | None) ->
     ]
     # `resume` chooses the tree to which all other words apply, so it is taken out first.
     resumed, words = _split_resume(words)
-    stored = None if stored is None else stored.expanduser()
+    stored = None if stored is None else Path(os.path.expanduser(stored))
     run = resumed if stored is None else Path(absolute_path(str(stored)))
     choices: dict[str, str] = {}
     completed: list[str] = []

@@ -20,6 +20,7 @@ from typing import Any
 
 from digenrl import prompts
 from digenrl.config.command_settings import schema_of
+from digenrl.config.errors import ConfigError
 from digenrl.config.targets import walk_nodes
 from digenrl.config.validation import keys_of
 
@@ -75,8 +76,17 @@ def absolute_path(value: str) -> str:
 
     >>> absolute_path("/runs/../mine")
     '/runs/../mine'
+
+    Raises:
+        ConfigError: it begins with the home of a user who is not known, or is an address.
     """
-    return str(Path(value).expanduser().absolute())
+    if "://" in value:
+        raise ConfigError([f"{value}: is an address; name a file or directory of this machine."])
+    expanded = os.path.expanduser(value)
+    if expanded.startswith("~"):
+        user = expanded.partition("/")[0]
+        raise ConfigError([f"{value}: there is no user {user[1:]}; write the path without ~."])
+    return str(Path(expanded).absolute())
 
 
 def taken_for_files(tree: object, config_name: str) -> Iterator[tuple[str, str]]:
@@ -130,9 +140,10 @@ def _of_component(name: str, path: str, value: str) -> str:
         return value
     if name in _PROMPTS or (name == "file" and any(f".{key}[" in path for key in _PROMPTS)):
         return _prompt_file(value)
-    named = name in NAMES and os.path.exists(value)
+    plain = str(Path(value))  # as whoever opens it: without a slash at the end
+    named = name in NAMES and os.path.exists(plain)
     # A bare word stays a name, also where a file is called so.
-    written = os.path.isfile(value) and ("/" in value or Path(value).suffix != "")
+    written = os.path.isfile(plain) and ("/" in plain or Path(plain).suffix != "")
     return absolute_path(value) if named or written else value
 
 
@@ -140,7 +151,8 @@ def _prompt_file(value: str) -> str:
     """Return the absolute path of a prompt file that exists. Any other value stays: the name of one
     of our own sets, or a text that names no file."""
     given = os.path.expanduser(value)
-    return absolute_path(given) if os.path.exists(given) else given
+    # As whoever opens it: without a slash at the end.
+    return absolute_path(given) if os.path.exists(str(Path(given))) else given
 
 
 def parts_of(path: str) -> Iterator[str | int]:

@@ -106,7 +106,7 @@ def read_image(
     """
     if "://" in name:
         raise ImageError(f"{role} = {name[:80]} is an address; download it and name the file.")
-    path = folder / Path(name).expanduser()
+    path = folder / Path(os.path.expanduser(name))
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):

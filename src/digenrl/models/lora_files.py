@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -91,7 +92,7 @@ def read_adapter(
         LoraFileError: no such file, no adapter, or one of other layers, ranks or scale.
     """
     assert spec.path is not None
-    found, path = _Found(), Path(spec.path).expanduser()
+    found, path = _Found(), Path(os.path.expanduser(spec.path))
     for file, prefix in _adapter_files(path, components, _START):
         wanted = {name.removeprefix(prefix) for name in adapted if name.startswith(prefix)}
         _read_file(file, prefix, spec, wanted, _part(linears, prefix), names, found, swapped)
@@ -118,7 +119,7 @@ def read_sampling_adapter(
     Raises:
         LoraFileError: no such file, no adapter, or an adapter of another network.
     """
-    found, path = _Found(), Path(path).expanduser()
+    found, path = _Found(), Path(os.path.expanduser(path))
     for file, prefix in _adapter_files(path, components, _SAMPLING):
         _read_file(file, prefix, None, set(), _part(linears, prefix), names, found, swapped)
     if found.unknown or found.wrong:

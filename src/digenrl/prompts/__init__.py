@@ -15,6 +15,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import unicodedata
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
@@ -96,7 +97,7 @@ def locate_file(name: str | Path) -> Path:
     Raises:
         PromptFileError: there is no such path or set, or it is no regular file.
     """
-    given = Path(name).expanduser()
+    given = Path(os.path.expanduser(name))
     candidates = [given, DIRECTORY / given] if given.name == str(given) else [given]
     for candidate in candidates:
         if candidate.is_file():
@@ -123,7 +124,7 @@ def read_prompt_file(name: str | Path, limits: ImageLimits | None = None) -> Pro
             images.
     """
     path = locate_file(name)
-    if path.suffix not in SUFFIXES:
+    if path.suffix.lower() not in SUFFIXES:
         raise PromptFileError(f"{path}: unknown kind {path.suffix!r}; use {' or '.join(SUFFIXES)}.")
     found, first_line = list[Prompt](), dict[int, int]()
     duplicates, problems, wrong = list[tuple[int, int]](), list[str](), 0
@@ -198,7 +199,7 @@ def _parse_line(path: Path, raw: bytes, limits: ImageLimits | None) -> Prompt:
     """Return the prompt of a line. Raises ValueError, whose text says what is wrong with the
     line."""
     text = _decode_line(raw.strip(_BLANKS))
-    if path.suffix == ".jsonl":
+    if path.suffix.lower() == ".jsonl":
         return _json_prompt(text, path.parent, limits)
     return Prompt(_check_text(text, "prompt"))
 
@@ -233,9 +234,23 @@ def _parse_finite(number: str) -> float:
     return value
 
 
+def _unique_fields(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f'the field "{twice[:60]}" stands there twice; leave one out.')
+    return found
+
+
 def _json_prompt(text: str, folder: Path, limits: ImageLimits | None) -> Prompt:
     try:
-        fields = json.loads(text, parse_constant=_reject_constant, parse_float=_parse_finite)
+        fields = json.loads(
+            text,
+            parse_constant=_reject_constant,
+            parse_float=_parse_finite,
+            object_pairs_hook=_unique_fields,
+        )
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON at column {error.colno} ({error.msg}).") from error
     except RecursionError as error:

@@ -4,6 +4,7 @@ hardware profile."""
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from operator import attrgetter
@@ -225,7 +226,7 @@ def _adapter_numbers(path: str | None) -> int:
     """
     if path is None:
         return 0
-    named = Path(path).expanduser()
+    named = Path(os.path.expanduser(path))
     last = named / "checkpoints" / "last" / "policy.safetensors"
     files = (
         [named] if named.is_file() else [last] if last.is_file() else named.glob("*.safetensors")

@@ -25,7 +25,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from digenrl.config.targets import instantiate
 from digenrl.diffusion.sigmas import static_grid
 from digenrl.images import PromptImage
 from digenrl.models.codec import Codec
@@ -189,10 +188,10 @@ class EmbeddedPolicy(Policy):
     """Words of the sequence input."""
 
     @classmethod
-    def check(cls, settings: Mapping[str, object]) -> None:
+    def check(cls, settings: Mapping[str, Any]) -> None:
         """Build the model, which takes no time: as `Policy.check`."""
         try:
-            instantiate(settings)
+            cls(**{key: held for key, held in settings.items() if not key.startswith("_")})
         except FileNotFoundError as error:
             raise ValueError(f"model.path: {error}") from error
 

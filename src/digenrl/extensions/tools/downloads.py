@@ -7,6 +7,7 @@ patterns here name the files that a run opens. A test traces the files of every 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ def find_downloads(settings: Settings) -> tuple[list[Download], list[str]]:
         published = WEIGHTS.get(node["_target_"], {}) if node.get("build", "real") == "real" else {}
         for argument, source in published.items():
             value, hub = node.get(argument), _HUB_COMMAND.fullmatch(source)
-            if value is not None and Path(value).expanduser().exists():
+            if value is not None and Path(os.path.expanduser(value)).exists():
                 continue
             if hub is None or (hub["file"] and value is not None):
                 elsewhere.append(f"{key}.{argument} of {what}: {source}")

@@ -177,7 +177,7 @@ def run_benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
             "step=base."
         )
     suite = read_suite(
-        request.suite, None if request.file is None else Path(request.file).expanduser()
+        request.suite, None if request.file is None else Path(os.path.expanduser(request.file))
     )
     known = {True: ", as published", False: ", not the published file", None: ""}[suite.published]
     print(
