@@ -93,3 +93,26 @@ def test_ctrl_c_before_a_command_has_begun_ends_without_a_traceback(
     finally:
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "digenrl: stopped by SIGINT\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["a=b", "run, x=1", "it's", "[1] (2)", "50% $HOME", "'quoted", "ü "]
+)
+@pytest.mark.parametrize("form", ["{}", "{}/", "./{}", "link", "link/", "run={}"])
+def test_a_run_may_have_any_name(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    form: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()
+    Path("link").symlink_to(name)
+    word = form.format(name)
+    exit_code(["report", word])
+    said = capsys.readouterr().err
+    # The directory is found, and said to hold no run.
+    assert "say which run" not in said
+    assert "no such directory" not in said
+    assert "config.yaml" in said or "no run" in said or "holds" in said, said

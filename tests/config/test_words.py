@@ -16,7 +16,13 @@ from digenrl import config
 from digenrl.cli.sweeps import expand_sweep
 from digenrl.config.commands import to_continue
 from digenrl.config.compose import read_word
-from digenrl.config.words import format_word, quote_path_word, shell_word
+from digenrl.config.words import (
+    format_word,
+    quote_path_word,
+    quote_value,
+    shell_word,
+    unquote_text,
+)
 from tests.conftest import ROOT
 
 FOLDERS = ["Dropbox (Lab)", "a,b", "it's", "k=v", "[1]", "{x}", "two  spaces", "ü ", "50%", "a\\"]
@@ -103,3 +109,11 @@ def test_a_word_that_cannot_be_read_says_how_to_quote_it(text: str) -> None:
     (word,) = shlex.split(problem.partition("quote it: ")[2].removesuffix("."))
     loaded = config.load(["experiment=sd35_flowgrpo", "hardware=cpu_tiny", word])
     assert loaded.settings.model.negative_prompt == text
+
+
+@given(TEXTS)
+@example("it's")
+@example("ends with \\")
+@example("\\'")
+def test_unquoting_undoes_quoting(text: str) -> None:
+    assert unquote_text(quote_value(text)) == text

@@ -7,6 +7,7 @@ With allow_targets=[...] on the command line, modules of the working directory c
 from __future__ import annotations
 
 import importlib
+import os
 import resource
 import signal
 import sys
@@ -31,6 +32,12 @@ def main(words: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
+def _names_run(word: str) -> bool:
+    """Return whether a first word is a run. A directory may have an = in its name."""
+    is_pair = "=" in word and not os.path.isdir(os.path.expanduser(word))
+    return not is_pair and not word.startswith("-")
+
+
 def _run_command(words: Sequence[str] | None) -> int:
     name, *rest = [*(sys.argv[1:] if words is None else words)] or ["--help"]
     known = all_commands()
@@ -53,7 +60,7 @@ def _run_command(words: Sequence[str] | None) -> int:
         return 2
     command = known[name]
     key = command.run_key
-    if key and rest and "=" not in rest[0] and not rest[0].startswith("-"):
+    if key and rest and _names_run(rest[0]):
         rest[0] = f"{key}={rest[0]}"
     if (
         key

@@ -45,6 +45,7 @@ from digenrl.config.stored import (
     unconfirmed_hosts,
 )
 from digenrl.config.validation import show_value
+from digenrl.config.words import unquote_text
 
 SWEEP_FLAGS = ("-m", "--multirun")
 EXIT_CODE = 2
@@ -296,7 +297,7 @@ def _split_resume(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Return the run that `resume` names, and the other words. The last one wins; `null` is
     none."""
     # Hydra's grammar has not read the word yet, so quotes are still around its value.
-    given = [word.partition("=")[2].strip("'\"") for word in words if word.startswith("resume=")]
+    given = [unquote_text(word[7:]) for word in words if word.startswith("resume=")]
     others = [word for word in words if not word.startswith("resume=")]
     if not given or given[-1] in ("", "null"):
         return None, others

@@ -28,6 +28,18 @@ def quote_value(text: str) -> str:
     return f"'{escaped}'"
 
 
+def unquote_text(held: str) -> str:
+    r"""Return what a word's value means where only text is meant: without quotes around it.
+
+    >>> unquote_text("'my run'"), unquote_text("it's"), unquote_text("'it\'s'")
+    ('my run', "it's", "it's")
+    """
+    if not _QUOTED.fullmatch(held):
+        return held
+    inner = re.sub(rf"(\\*)\\{held[0]}", lambda found: found[1][::2] + held[0], held[1:-1])
+    return re.sub(r"(\\+)\Z", lambda found: found[1][::2], inner)
+
+
 def format_value(text: object) -> str:
     """Return a text as Hydra reads it, quoted only where it must be.
 
