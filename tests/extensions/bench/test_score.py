@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import imageio.v3 as imageio
@@ -168,3 +169,11 @@ def test_a_missing_path_is_asked_for(capsys):
     assert "images: a value is required; set images=..." in error
     assert "prompts: a value is required; set prompts=..." in error
     assert main(["--help"]) == 0
+
+
+@pytest.mark.parametrize("output", [".", "prompts.txt/scores.json", "/proc/version/a.json"])
+def test_an_output_that_cannot_be_written_is_refused_before_scoring(folder, capsys, output):
+    code, said = run(folder, capsys, "reward=jpeg", f"output={output}")
+    assert code == 1
+    assert re.search(r"output = /\S+: cannot be written; name a file", said.err), said.err
+    assert said.out == ""

@@ -3,7 +3,7 @@
     digenrl score reward=ocr images=DIR prompts=FILE
 
 File i of the folder is scored against prompt i of the prompt file (one a line). Files are taken in
-order of name, 2.png before 10.png. Hidden files and files of other kinds are ignored. Prints a
+order of name, 2.png before 10.png. Hidden files and what is no picture are left out. Prints a
 table and writes outputs/scores/<time>.json (output=FILE: elsewhere): `scores` is a list of {file,
 prompt, score, rewards}, `score` the mixture's weighted sum (null = missing). Every key of
 configs/score.yaml may follow as key=value. The last line of standard output is that file's path.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -55,6 +56,7 @@ def score_files(settings: ScoreSettings) -> Path:
         [(f"{settings.prompts}:{line}", prompt) for line, prompt in asked],
     ):
         raise ValueError("\n".join(problems))
+    path = _output_file(settings.output)
     suite: RewardSuite = reward_suite(settings)
     try:
         rows = list(_score_rows(settings, suite, files, [prompt for _, prompt in asked]))
@@ -67,14 +69,26 @@ def score_files(settings: ScoreSettings) -> Path:
     _print_table(rows)
     if all(row["score"] is None for row in rows):
         raise RewardUnavailable("no file could be scored; the causes are above.")
-    path = Path(
-        settings.output or f"outputs/scores/{time.strftime('%Y-%m-%d_%H-%M-%S')}.json"
-    ).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         json.dumps({"reward": dict(suite.weights), "scores": rows}, indent=2, ensure_ascii=False)
         + "\n"
     )
+    return path
+
+
+def _output_file(asked: str | None) -> Path:
+    """Return the file of the scores. Nothing is written.
+
+    Raises:
+        ValueError: it could not be written, said before hours of scoring.
+    """
+    path = Path(asked or f"outputs/scores/{time.strftime('%Y-%m-%d_%H-%M-%S')}.json").absolute()
+    nearest = next(each for each in (path, *path.parents) if each.exists())
+    if nearest.is_dir() == (nearest == path) or not os.access(nearest, os.W_OK):
+        raise ValueError(
+            f"output = {path}: cannot be written; name a file in a directory that you may write."
+        )
     return path
 
 
