@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks._shared import Report, options
+from digenrl.config import instantiate
 from digenrl.config.stored import read_stored
 from digenrl.data import load_prompts
 from digenrl.diffusion.sde import Kernel
@@ -55,8 +56,8 @@ class Reached:
 def reached(run: Path, samples: int) -> Reached:
     """Measure the last checkpoint of `run` with `samples` of each prompt."""
     config = read_stored(run, "run")[0]
-    policy: MixturePolicy = config.build("model")
-    kernel: Kernel = config.build("algorithm.sde")
+    policy: MixturePolicy = instantiate(config.model)
+    kernel: Kernel = instantiate(config.algorithm.sde)
     policy.adapter.load_trained_parameters(load_file(run / "checkpoints/last/policy.safetensors"))
     network, steps = policy.transformer, config.sampling.steps
     assert isinstance(network, MixtureFlow)

@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from benchmarks._shared import Report, options
 from benchmarks.learning import ROOT, mean_and_half_width
 from benchmarks.mixture import base_rewards, rolled
+from digenrl.config import instantiate
 from digenrl.config.stored import read_stored
 from digenrl.data import load_prompts
 
@@ -142,8 +143,8 @@ def gain_and_kl(run: Path, half: str) -> tuple[float, float]:
     """Return how much a run's last checkpoint gains over the base on half of the prompts, and its
     KL to the base in nats."""
     config: Any = read_stored(run, "run")[0]
-    policy = config.build("model")
-    kernel = config.build("algorithm.sde")
+    policy = instantiate(config.model)
+    kernel = instantiate(config.algorithm.sde)
     policy.adapter.load_trained_parameters(load_file(run / "checkpoints/last/policy.safetensors"))
     directions = policy.codec.encode(load_prompts(f"mixture_{half}.jsonl"))["direction"]
     rows, steps = directions.repeat_interleave(SAMPLES, 0), config.sampling.steps

@@ -99,8 +99,8 @@ def _extensions_needed(path: Path) -> frozenset[str]:
     """Return the extensions that a test file names, and those that its helper modules name. Who
     composes a configuration needs `tasks`, of which configs/train.yaml chooses the first run."""
     text = path.read_text(encoding="utf-8")
-    needed = frozenset(re.findall(r"\bdigenrl\.extensions\.(\w+)", text))
-    if re.search(r"\b(config|configuration)\.load|\bcompose(_words)?\(", text):
+    needed = frozenset(re.findall(r"\b(?:digenrl|tests)\.extensions\.(\w+)", text))
+    if re.search(r"\b(config|configuration)\.load|\bcompose(_words)?\(|(?<![\w.])load\(", text):
         needed |= {"tasks"}
     imported = re.findall(r"^from ((?:tests|benchmarks)[\w.]*) import (.*)", text, re.MULTILINE)
     modules = {
