@@ -190,9 +190,20 @@ KEYS: dict[str, Case] = {
         ["schedule.tsp=3"],
         ["schedule.tsp = 3", "must hold the keys batch, shard"],
     ),
-    "no equals sign": (["seed"], ["seed", "cannot be read as key=value"]),
+    "no equals sign": (["seed"], ["seed", "cannot be read as key=value", "it has no ="]),
+    "spaces around the equals sign": (["seed", "=", "3"], ["=: has no key", "leave no spaces"]),
+    "name of other trainers": (["epochs=3"], ["epochs = 3", "no such key; set max_rl_steps."]),
+    "name of diffusers": (["sampling.num_inference_steps=4"], ["no such key; set sampling.steps."]),
+    "key of another logger": (
+        ["logger.wandb.project=x"],
+        ["logger.wandb.project = x", "it comes with logger=wandb."],
+    ),
+    "key of another SDE": (
+        ["algorithm.sde.eta=0.3"],
+        ["algorithm.sde.eta = 0.3", "nothing sets it here (algorithm/sde=dance", "adds it"],
+    ),
     "unbalanced list": (["schedule.shares=[1,2"], ["schedule.shares=[1,2", "cannot be read"]),
-    "unknown flag": (["--seed=3"], ["--seed=3", "unknown option", "--help"]),
+    "unknown flag": (["--seed=3"], ["--seed=3", "unknown option", "without dashes", "--help"]),
     "sweep without -m": (["seed=1,2"], ["seed=1,2", "several values need a sweep", "-m"]),
     "broken interpolation": (
         ["sampling.height=${nope}"],

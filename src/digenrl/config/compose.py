@@ -26,7 +26,7 @@ from digenrl.config.command_settings import schema_of
 from digenrl.config.errors import MOST_SHOWN, ConfigError, list_names, nearest_name
 from digenrl.config.paths import absolute_path, absolute_paths, lies_under, typed_paths
 from digenrl.config.removed import removal_reason
-from digenrl.config.settings import DERIVED_TRAINER_KEYS
+from digenrl.config.settings import DERIVED_TRAINER_KEYS, NAMES_ELSEWHERE
 from digenrl.config.shipped import config_directory
 from digenrl.config.targets import walk_nodes
 from digenrl.config.validation import keys_of
@@ -99,6 +99,8 @@ def parse_words(words: Sequence[str]) -> Words:
             shown, name = redact_text(word), word.partition("=")[0]
             if is_secret_name(name):
                 shown, reason = f"{name}={MASK}", "its value is not shown"
+            elif "=" not in word:
+                reason = "it has no =; leave no spaces around ="
             key, _, held = shown.partition("=")
             quoted = f" If the value is text, quote it: {shell_word(key, held)}."
             parsed.problems.append(
@@ -107,7 +109,9 @@ def parse_words(words: Sequence[str]) -> Words:
             )
             continue
         key = override.key_or_group
-        if override.is_sweep_override():
+        if word.startswith("="):
+            parsed.problems.append(f"{redact_text(word)}: has no key; leave no spaces around =.")
+        elif override.is_sweep_override():
             parsed.problems.append(
                 f"{redact_text(word)}: several values need a sweep; add -m (make sweep). If the "
                 "comma is part of one value, quote the value: "
@@ -287,7 +291,9 @@ class KnownKeys:
         if (why := removal_reason(key, value)) is not None:
             return f"{key} = {shown}: was removed; {why}."
         if any(name == key or name.startswith(f"{key}.") for name in self._schema):
-            return f"{key} = {shown}: nothing sets it here; +{key}=... adds it."
+            having = _options_with(key)
+            does = f" ({having} does)" if having else ""
+            return f"{key} = {shown}: nothing sets it here{does}; +{key}=... adds it."
         if key == "experiment":
             return (
                 f"{key} = {shown}: its file holds no keys of a run, or they count inside "
@@ -296,6 +302,10 @@ class KnownKeys:
         self._asked += 1
         if self._asked > MOST_SHOWN:  # a stored file may hold thousands
             return f"{key} = {shown}: no such key."
+        if (elsewhere := NAMES_ELSEWHERE.get(key.rpartition(".")[2])) is not None:
+            return f"{key} = {shown}: no such key; set {elsewhere}."
+        if having := _options_with(key):
+            return f"{key} = {shown}: no such key here; it comes with {having}."
         known = [name for name in self._keys if name != key and not name.startswith(f"{key}.")]
         close = nearest_name(key, known)
         if close is not None:
@@ -312,6 +322,18 @@ class KnownKeys:
         return (
             f"{key} = {shown}: no such key; {parent or 'the top level'} has {list_names(siblings)}."
         )
+
+
+def _options_with(key: str) -> str:
+    """Return the options whose own files have `key`, as words; "" if there are none."""
+    found = []
+    for group, names in group_options(config_directory()).items():
+        inside = key.removeprefix(f"{group.replace('/', '.')}.")
+        for name in names if inside != key else ():
+            text = (config_directory() / group / f"{name}.yaml").read_text(encoding="utf-8")
+            if _key_exists(yaml.safe_load(text), inside):
+                found.append(f"{group}={name}")
+    return " or ".join(found)
 
 
 def _key_exists(tree: object, key: str) -> bool:

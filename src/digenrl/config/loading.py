@@ -101,7 +101,7 @@ def _load_checked(argv: Sequence[str], config_name: str, stored: Path | None) ->
     given = with_search_path(argv)
     words = [word for word in given if not word.startswith("-")]
     problems = [
-        f"{word}: unknown option; settings are key=value (see --help)."
+        f"{word}: unknown option; settings are key=value without dashes (see --help)."
         for word in given
         if word.startswith("-")
     ]

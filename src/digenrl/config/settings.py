@@ -603,6 +603,9 @@ _DERIVED = Path(__file__).with_name("derived_trainer_keys.yaml")
 DERIVED_TRAINER_KEYS: dict[str, str] = yaml.safe_load(_DERIVED.read_text(encoding="utf-8"))
 """Trainer arguments that the rest of the configuration decides, or that would break an RL step ->
 the key to set instead."""
+_ELSEWHERE = Path(__file__).with_name("names_elsewhere.yaml")
+NAMES_ELSEWHERE: dict[str, str] = yaml.safe_load(_ELSEWHERE.read_text(encoding="utf-8"))
+"""Last part of a key that other trainers have -> the key to set here."""
 
 
 def may_change(key: str) -> bool:
