@@ -117,7 +117,12 @@ def _need_text(need: Need, composed: Composed, on_processors: bool) -> str:
     text = need.text
     if need.subject == "memory" and on_processors and (found := _NO_MACHINE.match(text)):
         text = f"{found['needs']}."
-    fetch, plan = shell_command("fetch", composed.overrides), shell_command("plan", ())
+    return name_commands(text, composed.overrides)
+
+
+def name_commands(text: str, words: Sequence[str]) -> str:
+    """Return a message with `make fetch` and `make plan` as the caller of this process has them."""
+    fetch, plan = shell_command("fetch", words), shell_command("plan", ())
     return text.replace(_FETCH, f"`{fetch}`").replace("`make plan`", f"`{plan}`")
 
 

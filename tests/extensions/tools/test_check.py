@@ -58,3 +58,14 @@ def test_exit_code_follows_the_worst_finding(
         monkeypatch.setattr(setup, "CHECKS", (lambda level=level: iter(check(level)),))
         assert setup.main() == code
         assert level in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("caller", "command"), [("", "digenrl fetch "), ("make", "make fetch ")])
+def test_what_a_run_lacks_is_fetched_by_the_command_of_the_caller(
+    caller: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIGENRL_CALLER", caller)
+    words = ["experiment=digits_flowgrpo", "reward=pickscore", "hardware.build=real"]
+    (lacking,) = (found for found in setup.check_needs(words) if found.level == "fix")
+    assert f"`{command}" in lacking.text
+    assert "of this run" not in lacking.text

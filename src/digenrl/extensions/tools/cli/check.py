@@ -171,7 +171,8 @@ def check_needs(words: Sequence[str]) -> Iterator[Finding]:
         yield from (Finding("configuration", "fix", problem) for problem in error.problems)
         return
     for need in missing.find_needs(composed, choose_advisor()):
-        yield Finding(need.subject, "fix" if need.missing else "ok", need.text)
+        text = missing.name_commands(need.text, composed.overrides)
+        yield Finding(need.subject, "fix" if need.missing else "ok", text)
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
