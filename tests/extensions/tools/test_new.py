@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from digenrl import config
 from digenrl.extensions.tools.cli.new import KINDS, main
 
 REFUSED = {
@@ -41,3 +42,14 @@ def test_its_own_test_passes_and_nothing_is_overwritten(
     assert done.returncode == 0, done.stdout
     assert main([kind, "my_own", f"out={tmp_path}"]) == 2
     assert "exists; choose another name" in capsys.readouterr().err  # type: ignore[attr-defined]
+
+
+def test_the_other_reward_of_a_new_experiment_counts_without_its_comment_sign(
+    tmp_path: Path,
+) -> None:
+    assert main(["experiment", "my_own", f"out={tmp_path}"]) == 0
+    file = tmp_path / "configs" / "experiment" / "my_own.yaml"
+    skeleton = file.read_text(encoding="utf-8")
+    file.write_text(skeleton.replace("# - override", "- override"), encoding="utf-8")
+    words = ["--config-dir", str(tmp_path / "configs"), "experiment=my_own"]
+    assert "jpeg_size" in config.load(words).settings.node_at("reward").rewards
