@@ -92,9 +92,9 @@ def asked_scene(text: str) -> Scene:
     words = " ".join(re.findall(r"\w+", text.lower()))
     if words not in _BY_TEXT:
         raise ValueError(
-            f"prompt {text!r} asks for no drawn scene; write e.g. 'two red circles' or 'a red "
-            "circle above a blue "
-            f"square' with {', '.join(COLOURS)}; {', '.join(SHAPES)}; {', '.join(RELATIONS)}"
+            f"prompt {text!r} asks for no drawn scene; write 'a red circle', 'two red circles' or "
+            f"'a red circle above a blue square', with {', '.join(COLOURS)}; "
+            f"{', '.join(SHAPES)}; {', '.join(RELATIONS)}"
         )
     return _BY_TEXT[words]
 
