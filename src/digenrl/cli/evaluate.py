@@ -6,7 +6,7 @@ steps or rewards.
     digenrl eval run=RUN reward=jpeg sampling.guidance_scale=3 sampling.height=768
 
 Samples the base model and, unless step=base, the last checkpoint, both from the same noise. The
-configuration is the run's own. Every further `key=value` changes it (`digenrl.cli.train --help`
+configuration is the run's own. Every further `key=value` changes it (`digenrl train --help`
 lists the keys). Writes RUN/eval.json and RUN/eval.png (before above after). The last line of
 standard output is the path of eval.json.
 """
