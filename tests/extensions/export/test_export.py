@@ -184,8 +184,9 @@ def test_the_digits_policy_draws_the_stored_evaluation_samples(tmp_path: Path, c
     (run / "summary.json").write_text(json.dumps({"status": "completed", "heldout_last": 0.5}))
     assert main([f"run={run}", f"out={tmp_path / 'out'}"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "out")
-    plain = as_the_card_says(tmp_path / "out")["policy"]
-    plain.eval()
+    made = as_the_card_says(tmp_path / "out")
+    assert made["media"].shape == (4, 1, 8, 8)
+    plain = made["policy"]
     media, prompts = stored(run)
     grid = plain.sigma_grid(config.sampling.eval.steps)
     drawn = denoise.ode_sample(

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from digenrl.extensions.export.diffusers_export import component_network, lora_file
 from digenrl.models.policy import Policy
-from digenrl.record.run_dir import atomic_replace, printable_text
+from digenrl.record.run_dir import SAMPLES, atomic_replace, printable_text
 from digenrl.record.small_file import json_object, read_text
+from digenrl.report.pictures import read_samples
 
 
 def write_card(
@@ -31,7 +33,7 @@ def write_card(
     config: the run's configuration as plain values. policy: what was trained.
     weights: which weights these are. A picture that the run does not have is left out.
     """
-    pictures = [run / "samples" / "before_after.png", *sorted((run / "plots").glob("*.png"))]
+    pictures = [run / SAMPLES / "before_after.png", *sorted((run / "plots").glob("*.png"))]
     shown = [path for path in pictures if path.exists()]
     for path in shown:
         with atomic_replace(folder / path.name) as unfinished:
@@ -71,12 +73,21 @@ def write_card(
             component_network(policy, next(iter(policy.components.values())))
         ).__name__,
         weights=weights,
+        prompt=_example_prompt(run),
         drawing=None if pipeline is None else _drawing_call(pipeline, config),
     )
     card = folder / "README.md"
     with atomic_replace(card) as unfinished:
         unfinished.write_text(text + "\n", encoding="utf-8")
     return card
+
+
+def _example_prompt(run: Path) -> str:
+    """Return a prompt of a readable evaluation of the run: embedded models know few words."""
+    for kept in sorted((run / SAMPLES).glob("eval-*.npz")):
+        with suppress(ValueError):
+            return read_samples(kept).prompts[0]
+    return "a prompt"
 
 
 def _drawing_call(pipeline: str, config: Mapping[str, Any]) -> str:
