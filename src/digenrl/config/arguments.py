@@ -70,7 +70,8 @@ def _value_problems(key: str, held: object, annotation: ast.expr | None) -> Iter
             f"{key} = {show_value(held)}: is {kind_of(held)}; allowed: {' or '.join(kinds)}.{text}"
         )
     named = key.endswith("dtype") and "str" in _union_of(annotation)
-    automatic = held == "auto" and key == "model.dtype"
+    # The model's own node, as `instantiate` gets it, has no path before its keys.
+    automatic = held == "auto" and key in ("model.dtype", "dtype")
     if named and isinstance(held, str) and held not in DTYPES and not automatic:
         yield f"{key} = {show_value(held)}: is no dtype; allowed: {' | '.join(DTYPES)}."
 
