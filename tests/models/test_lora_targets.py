@@ -1,5 +1,6 @@
 """LoRA targets that cannot be meant are refused before a rank starts, for every family."""
 
+# Its experiments need digenrl.extensions.methods.
 from __future__ import annotations
 
 import time

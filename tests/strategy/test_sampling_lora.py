@@ -1,5 +1,6 @@
 """`sampling.lora`: every schedule and every rank draws with the adapter, and trains without it."""
 
+# Its experiments need digenrl.extensions.methods.
 from __future__ import annotations
 
 import socket

@@ -189,9 +189,10 @@ class EmbeddedPolicy(Policy):
 
     @classmethod
     def check(cls, settings: Mapping[str, Any]) -> None:
-        """Build the model, which takes no time: as `Policy.check`."""
+        """Build the model, which takes no time, without an adapter: as `Policy.check`."""
+        given = {key: held for key, held in settings.items() if not key.startswith("_")}
         try:
-            cls(**{key: held for key, held in settings.items() if not key.startswith("_")})
+            cls(**given | {"lora": None})
         except FileNotFoundError as error:
             raise ValueError(f"model.path: {error}") from error
 
