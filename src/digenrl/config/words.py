@@ -31,7 +31,7 @@ def quote_value(text: str) -> str:
 def unquote_text(held: str) -> str:
     r"""Return what a word's value means where only text is meant: without quotes around it.
 
-    >>> unquote_text("'my run'"), unquote_text("it's"), unquote_text("'it\'s'")
+    >>> unquote_text("'my run'"), unquote_text("it's"), unquote_text(r"'it\'s'")
     ('my run', "it's", "it's")
     """
     if not _QUOTED.fullmatch(held):
