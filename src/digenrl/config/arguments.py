@@ -69,10 +69,10 @@ def _value_problems(key: str, held: object, annotation: ast.expr | None) -> Iter
         yield (
             f"{key} = {show_value(held)}: is {kind_of(held)}; allowed: {' or '.join(kinds)}.{text}"
         )
-    named = key.endswith("dtype") and "str" in _union_of(annotation)
-    # The model's own node, as `instantiate` gets it, has no path before its keys.
-    automatic = held == "auto" and key in ("model.dtype", "dtype")
-    if named and isinstance(held, str) and held not in DTYPES and not automatic:
+    union = _union_of(annotation)
+    named = key.endswith("dtype") and "str" in union and isinstance(held, str)
+    # A constructor that takes further names says so: dtype: str | Literal["auto"].
+    if named and held not in DTYPES and f"Literal[{held!r}]" not in union:
         yield f"{key} = {show_value(held)}: is no dtype; allowed: {' | '.join(DTYPES)}."
 
 

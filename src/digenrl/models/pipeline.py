@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -115,7 +115,7 @@ class DiffusersPolicy(Policy):
         guidance_scale: float = 1.0,
         true_cfg_scale: float = 1.0,
         lora: LoraKeys | None = None,
-        dtype: str = "auto",
+        dtype: str | Literal["auto"] = "auto",
         shift: float | None = None,
         grid: str = EXPLICIT,
         max_sequence_length: int = 512,
