@@ -35,6 +35,7 @@ from digenrl.config.paths import (
     own_prompt_files,
     parts_of,
     taken_for_files,
+    why_unwritable,
 )
 from digenrl.config.reaching import reaching_problems
 from digenrl.config.settings import DataSettings, Settings
@@ -219,21 +220,18 @@ def _run_dir() -> Path:
 
 
 def _check_writable(run_dir: Path) -> list[str]:
-    """Return a message if `run_dir` cannot be made, judged by its nearest existing ancestor.
-    Nothing is written."""
+    """Return a message if `run_dir` cannot be made. Nothing is written."""
     # Bytes of a path that are no UTF-8 are lone surrogates in Python.
     if any("\ud800" <= letter <= "\udfff" for letter in str(run_dir)):
         return [
             f"output_root: the path {str(run_dir)!a} is no UTF-8, and config.yaml could not hold "
             "it; set output_root=... to another directory, or work in one."
         ]
-    existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
-    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+    if (cause := why_unwritable(run_dir)) is None:
         return []
-    cause = "is no writable directory" if existing.is_dir() else "is no directory"
     return [
-        f"output_root: cannot write {run_dir}, because {existing} {cause}; set output_root=... to "
-        "a writable directory."
+        f"output_root: cannot write {run_dir}, because {cause}; set output_root=... to a writable "
+        "directory."
     ]
 
 

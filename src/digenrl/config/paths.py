@@ -155,6 +155,15 @@ def _prompt_file(value: str) -> str:
     return absolute_path(given) if os.path.exists(str(Path(given))) else given
 
 
+def why_unwritable(directory: Path) -> str | None:
+    """Return why nothing can be written in `directory`, judged by its nearest existing ancestor;
+    None if it can. Nothing is written."""
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+        return None
+    return f"{existing} {'is no writable directory' if existing.is_dir() else 'is no directory'}"
+
+
 def parts_of(path: str) -> Iterator[str | int]:
     """Yield the keys and indices of a dotted path, as `nodes` writes it."""
     for part in path.split("."):

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from digenrl import prompts
 from digenrl.config.command_settings import ScoreSettings
+from digenrl.config.paths import why_unwritable
 from digenrl.images import ImageLimits
 from digenrl.reward_command import reward_command, reward_suite
 from digenrl.rewards.needs import unscorable_prompts
@@ -84,8 +85,11 @@ def _output_file(asked: str | None) -> Path:
         ValueError: it could not be written, said before hours of scoring.
     """
     path = Path(asked or f"outputs/scores/{time.strftime('%Y-%m-%d_%H-%M-%S')}.json").absolute()
-    nearest = next(each for each in (path, *path.parents) if each.exists())
-    if nearest.is_dir() == (nearest == path) or not os.access(nearest, os.W_OK):
+    if path.exists():
+        closed = path.is_dir() or not os.access(path, os.W_OK)
+    else:
+        closed = why_unwritable(path.parent) is not None
+    if closed:
         raise ValueError(
             f"output = {path}: cannot be written; name a file in a directory that you may write."
         )
