@@ -748,7 +748,7 @@ def test_a_wider_search_finds_no_faster_asynchronous_run(
 
     found = fastest()
     monkeypatch.setattr(enumeration, "PROMISING", (2, 4))
-    monkeypatch.setattr(planner, "NEAR", 4)
+    monkeypatch.setattr(planner, "NEAR", 8)
     assert found > share
     assert found > 0.99 * fastest()
 

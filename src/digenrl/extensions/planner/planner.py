@@ -31,7 +31,7 @@ from digenrl.extensions.planner.outcome import COARSE_RANKS, CandidateOutcome, s
 from digenrl.extensions.planner.virtual_cluster import coarsen_run
 from digenrl.garbage import no_garbage
 
-NEAR = 2
+NEAR = 4
 """Candidates of each kind whose neighbours are tried. A kind is given by lending, sharding, and the
 first pool of trainers."""
 WORTHWHILE = 0.999
