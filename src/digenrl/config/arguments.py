@@ -26,6 +26,7 @@ def argument_problems(where: str, path: str, target: str, node: Mapping[str, obj
         where: dotted path of the `_target_`, for messages.
         path: dotted path of the node.
     """
+    # The user's own packages are not read: what they may hold is not known here.
     if target.partition(".")[0] not in _READ:
         return []
     module, name = target.rpartition(".")[::2]
@@ -55,6 +56,7 @@ def argument_problems(where: str, path: str, target: str, node: Mapping[str, obj
             if (why := removal_reason(f"{path}.{key}", node[key])) is not None:
                 hint = f"it was removed: {why}"
             problems.append(f"{path}.{key}: {name} takes no such argument; {hint}.")
+    # Values come after names, so that a misspelt key is said first.
     for key in accepted.keys() & node.keys():
         problems += _value_problems(f"{path}.{key}".lstrip("."), node[key], accepted[key])
     return problems
@@ -120,6 +122,7 @@ def _plain_kinds(annotation: ast.expr | None) -> dict[str, Callable[[object], bo
         case _:
             return None
     found: dict[str, Callable[[object], bool]] = {}
+    # One part that is not plain makes the whole annotation unknown.
     for part in parts:
         if part is None:
             return None
@@ -249,6 +252,7 @@ def _accepted_arguments(module: str, definition: _Definition, depth: int = 0) ->
         # A base that cannot be looked up may accept anything.
         elif not (isinstance(base, ast.Name) and base.id in ("object", "Protocol", "ABC")):
             return None
+    # The constructor of a dataclass stands nowhere. Its fields are the arguments.
     if any("dataclass" in ast.unparse(decorator) for decorator in definition.decorator_list):
         own = {
             item.target.id: item.annotation

@@ -96,6 +96,7 @@ def resolve_tree(config: DictConfig) -> tuple[dict[str, object], dict[str, str]]
 def _leaf_problems(tree: Mapping[str, object], reported: Collection[str]) -> Iterator[str]:
     """Return problems that a leaf anywhere can have: a number that is not finite, and a secret."""
     for path, value in walk_nodes(tree):
+        # The schema has refused it where a key is typed. This reaches the open groups.
         if (
             isinstance(value, float)
             and not math.isfinite(value)
@@ -150,6 +151,7 @@ def _prompt_problems(tree: Mapping[str, object], broken: Collection[str]) -> Ite
     data = tree.get("data")
     if not isinstance(data, Mapping):
         return
+    # Files are read here, before any rank starts, where a mistake costs seconds.
     for leaf in ("prompts", "heldout"):
         if f"data.{leaf}" in broken or data.get(leaf) is None:
             continue

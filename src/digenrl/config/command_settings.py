@@ -15,10 +15,12 @@ from digenrl.config.value_types import Amount, AtLeast1, Directory, File, Positi
 class PlanOptionsSettings(Closed):
     """plan.*"""
 
+    # `async` is a word of Python.
     asynchronous: bool = Field(alias="async")
     """Whether the plan may choose asynchrony if schedule.async_steps is 0."""
     show: AtLeast1
     """Number of candidates that are printed."""
+    # The first steps fill the pipeline, and the rate is taken from the last ones.
     simulated_steps: Annotated[int, Field(ge=4)] | None
     """RL steps of each finalist's simulation. null: until the seconds per step no longer change."""
     price_per_gpu_hour: Amount | None
@@ -85,6 +87,7 @@ class ServeRewardSettings(ScorerSettings):
     """Address to listen on."""
     hosts: list[Text]
     """Further names by which clients may call the service, such as a proxy's."""
+    # Not `Port`, which has no 0.
     port: int = Field(ge=0, le=65535)
     """Port of the service. 0: any free port, which is printed."""
     token_env: Text
@@ -94,6 +97,7 @@ class ServeRewardSettings(ScorerSettings):
     limits: ServiceLimitsSettings
 
 
+# Other commands have a few keys of their own (`help.Arguments`) and compose nothing.
 _COMMANDS: dict[str, type[Settings] | type[ScorerSettings]] = {
     "train": Settings,
     "plan": PlanSettings,
@@ -109,6 +113,7 @@ def schema_of(config_name: str) -> type[Closed]:
 
 def scorer_settings_of(config_name: str) -> type[ScorerSettings]:
     """Return the class of the settings of a command around one option of the group `reward`."""
+    # A mistake of ours and not of a user's, so no ConfigError.
     found = _COMMANDS[config_name]
     if not issubclass(found, ScorerSettings):
         raise ValueError(f"configs/{config_name}.yaml describes a run")

@@ -48,6 +48,7 @@ def shell_command(
         where = [] if run is None else [str(run)]
         return shlex.join(["digenrl", name, *where, *words])
     given = {} if run is None else {"RUN": str(run)}
+    # make has variables for some keys. The rest goes into ARGS as one text.
     pairs = [(word, *word.split("=", 1)) for word in words]
     given |= {_VARIABLES[key]: its[0] for _, key, *its in pairs if key in _VARIABLES}
     rest = shlex.join([word for word, key, *_ in pairs if key not in _VARIABLES])

@@ -52,6 +52,7 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     }
     # Reversed, so that of equal last parts the shortest path stays.
     leaves = {its.rpartition(".")[2]: its for its in reversed(candidates)}
+    # Siblings are few, so a looser likeness serves among them.
     close = difflib.get_close_matches
     found = (
         [siblings[its] for its in close(leaf, siblings, cutoff=0.7)]

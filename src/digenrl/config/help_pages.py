@@ -37,6 +37,7 @@ def configuration_help(config_name: str, text: str | None = None, words: Sequenc
     """
     options = group_options(config_directory(), *own_directories(words))
     keys, defaults = keys_of(schema_of(config_name)), defaults_of(config_name)
+    # Commands around a reward compose no other group.
     whole = issubclass(schema_of(config_name), Settings)
     groups = {name: names for name, names in options.items() if whole or name == "reward"}
     return "\n".join(
@@ -54,6 +55,7 @@ def configuration_help(config_name: str, text: str | None = None, words: Sequenc
 def _key_lines(keys: Mapping[str, Key], defaults: Mapping[str, str]) -> list[str]:
     lines = []
     for key, its in keys.items():
+        # Keys of commands are in no list, and get no mark.
         mark = "*" if may_change(key) else " "
         lines.append(
             f"{mark} {f'{key} = {defaults[key]}' if key in defaults else key:<42}  {its.allowed}"

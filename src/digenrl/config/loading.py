@@ -162,6 +162,7 @@ def _load_checked(argv: Sequence[str], config_name: str, stored: Path | None) ->
             # An evaluation starts no loggers. Only a resumed run sends to an account.
             problems += unconfirmed_accounts(base, plain, confirmed, set_now)
             problems += forbidden_changes(base, plain)
+    # All at once, so that a user mends them in one go.
     if problems:
         raise ConfigError(problems)
     # What the command line gave, and not what any YAML file holds.

@@ -30,6 +30,7 @@ def prepare_run_dir(composed: Composed) -> Path:
         ConfigError: the directory cannot be created or written.
     """
     try:
+        # Its old config.yaml still says with what the checkpoint was trained.
         if composed.resumed:
             return composed.run_dir
         directory = _make_fresh(composed.run_dir)
@@ -77,6 +78,7 @@ def _make_fresh(wanted: Path) -> Path:
         wanted,
         *(wanted.with_name(f"{stem}-{first + k}") for k in range(1, _MAX_ATTEMPTS)),
     ]
+    # By attempts and not by looking first: two jobs of a sweep look at once.
     for candidate in candidates:
         # mkdir decides, so that two runs of one second never share a directory.
         try:

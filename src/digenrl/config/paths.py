@@ -49,6 +49,7 @@ def absolute_paths(tree: object, config_name: str) -> Iterator[tuple[str, str, s
         config_name: name of the schema that says which keys are paths.
     """
     typed = typed_paths(config_name)
+    # By its own target: what lies below a component is its argument, at any depth.
     components = {
         path for path, node in walk_nodes(tree) if isinstance(node, Mapping) and "_target_" in node
     }

@@ -99,6 +99,7 @@ def reaching_problems(tree: object, given: Collection[str]) -> Iterator[str]:
 def reaching_words(tree: object) -> list[str]:
     """Return the words that a command line must repeat to run the configuration `tree` again."""
     words = []
+    # The same keys as `reaching_problems` guards.
     for path, node in walk_nodes(tree):
         if not isinstance(node, Mapping):
             continue
@@ -133,6 +134,7 @@ def _serve_problems(path: str, node: Mapping[str, object], given: Collection[str
     if not isinstance(serve, Mapping) or {*map(str, serve)} - {*_SERVE_KEYS}:
         yield f"{path} = {show_value(serve)}: takes {', '.join(_SERVE_KEYS)} alone."
         return
+    # Options of a server name files, plugins and code, so no list of good ones is complete.
     args = serve.get("args")
     if args in (None, []):
         return
@@ -157,5 +159,6 @@ def _logger_problems(path: str, target: str, node: Mapping[str, object]) -> Iter
                 f"{path}.{key} = {show_value(value)}: is part of a file's name; use letters, "
                 "digits, spaces and _ . + = @ -, not beginning with a dot."
             )
+        # A list or a group would be formatted into a name.
         elif key in _FOLDERS and not isinstance(value, (str, int, type(None))):
             yield f"{path}.{key} = {show_value(value)}: is part of a file's name; use text."

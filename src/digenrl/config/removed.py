@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+# Keys of one removed feature share a reason.
 _THIN_LINES = ("network.delta", "network.whole_every", "network.thin_mb_s")
 _RECORDS = ("record.trajectories", "record.trajectories_mib", "replay")
 REMOVED: dict[str, str] = {

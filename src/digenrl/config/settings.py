@@ -142,6 +142,7 @@ class ParallelSettings(Closed):
 class LimitsSettings(Closed):
     """limits.*: how long ranks are waited for, in seconds unless said otherwise."""
 
+    # Below 1, a rank would count as hanging in a pause as long as one before.
     stage_factor: Annotated[float, Field(ge=1)] | None
     """A rank counts as hanging after this many times the longest earlier pause in the same stage.
     null: never."""
@@ -188,6 +189,7 @@ class DataSettings(Closed):
     batch takes its share of every file by weight."""
     heldout: PromptFile | None
     """Prompts of the evaluation. null: the training prompts."""
+    # Far above any use, so that a slip of a few zeros is an error and no full memory.
     prompts_per_batch: int = Field(ge=1, le=65536)
     """Number of groups in an RL step. Each group has one prompt."""
     # Advantages compare samples, so a group has at least two.
@@ -196,6 +198,7 @@ class DataSettings(Closed):
     samples: Literal["generated", "files"]
     """Source of the samples of a group. generated: the model. files: the media files that the
     prompt's line names."""
+    # No share of the batch, because each update takes a whole number of spare groups.
     oversample: AtLeast0
     """Number of groups generated beyond prompts_per_batch. The first groups whose rewards differ
     are trained."""
@@ -246,11 +249,13 @@ class ScheduleSettings(Closed):
     tsp: TspSettings
     tag: bool
     """Let waiting trainers generate when this is predicted to shorten the step."""
+    # A single share may be 0: that trainer only lends itself. `ranks` refuses all of them.
     shares: Literal["equal", "measured"] | Annotated[list[Amount], Field(min_length=1)]
     """Part of the training that each trainer takes. measured: in proportion to its measured speed.
     A list: relative speeds."""
     skip_zero: bool
     """Do not train cells whose gradient is known to be zero (advantage 0 and no KL)."""
+    # Staleness is bounded by one version (I3), so there is no 2.
     async_steps: int = Field(ge=0, le=1)
     """1: some groups of a batch are generated with weights that are one version old. 0: none."""
     stale_fraction: Share
@@ -288,6 +293,7 @@ class SamplingSettings(Closed):
     """Denoising steps of a sample."""
     guidance_scale: Annotated[float, Field(ge=0, le=100)] | None
     """Scale of classifier-free or embedded guidance. null: no guidance."""
+    # What strides a family needs is checked by its codec, which is not imported here.
     height: int = Field(ge=1, le=8192)
     """Height of a sample in pixels."""
     width: int = Field(ge=1, le=8192)
@@ -337,6 +343,7 @@ class AlgorithmSettings(Open):
     """algorithm.*"""
 
     clip_range: (
+        # Ratios are above 0, so a distance of 1 would not clip from below.
         Annotated[float, Field(gt=0, lt=1)] | Annotated[list[Amount], Field(min_length=2)]
     ) = ABSENT
     """Distance from 1 at which ratios are clipped. A list gives the distances below and above 1."""
@@ -357,6 +364,7 @@ class AlgorithmSettings(Open):
     optimizer: OptimizerSettings = Field(ABSENT)
     sde: SdeSettings
     advantage: AdvantageSettings
+    # Open: each class has arguments of its own, which `arguments` reads from its source.
     train_steps: dict[str, Any]
     """Class that chooses the denoising steps to train."""
 
@@ -526,6 +534,7 @@ class Settings(Whole):
 
     experiment_name: Name
     """Name of the run's directory and reports."""
+    # The largest that a signed 64-bit number holds.
     seed: int = Field(ge=0, le=2**63 - 1)
     """Seed of every random choice."""
     max_rl_steps: AtLeast1
@@ -538,6 +547,7 @@ class Settings(Whole):
     """Further packages that `_target_` may name. Only accepted on the command line."""
     confirm_hosts: list[Text]
     """Hosts that the config.yaml of an earlier run may name. Only accepted on the command line."""
+    # Absent in YAML files: `loading` fills it from their interpolations.
     copies: dict[str, str] = ABSENT
     """Keys that repeat another key, and that key: an override of a stored run reaches both. Written
     by the run, from the interpolations of YAML files."""
@@ -558,6 +568,7 @@ class Settings(Whole):
     reward: RewardSettings
     model: ModelSettings
     hardware: HardwareSettings
+    # Open: Lightning refuses what it does not know, and `checks` what is derived.
     trainer: dict[str, Any]
     """Arguments of Lightning's Trainer."""
     logger: dict[str, Any] | None = ABSENT

@@ -64,6 +64,7 @@ def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
     except ForeignEntry as error:
         raise ConfigError([str(error)]) from error
     tree = read_yaml(file)
+    # A plan keeps the keys of a run, too, and would start one.
     if "plan" in tree:
         raise ConfigError(
             [
@@ -235,6 +236,7 @@ def unconfirmed_accounts(
 def _wandb_accounts(tree: object) -> Iterator[tuple[str, str]]:
     """Yield (dotted path, account) of every logger that may send to a named account at W&B."""
     for path, node in walk_nodes(tree):
+        # Other loggers write into the run's directory alone.
         if isinstance(node, Mapping) and str(node.get("_target_")).endswith(_WANDB_LOGGER):
             entity = node.get("entity")
             if entity not in (None, "") and node.get("offline") is not True:
@@ -263,6 +265,7 @@ def _remote_hosts(tree: object) -> Iterator[tuple[str, str]]:
             if _HOST_PORT.fullmatch(text) or (path == "ray.address" and _is_host(text))
             else []
         )
+        # A text may hold several URLs, such as a list in one string.
         for host in [*named, *_URL.findall(text)]:
             if not _LOOPBACK.fullmatch(host):
                 yield path, redact_text(host)
@@ -282,6 +285,7 @@ def forbidden_changes(
 
     The message names the keys that differ, why they must not, and the keys that may.
     """
+    # Leaf by leaf, so that the message names keys and no groups.
     before, after = dict(_tree_leaves(stored)), dict(_tree_leaves(tree))
     differing = (
         key for key in before | after if before.get(key, _ABSENT) != after.get(key, _ABSENT)
@@ -317,6 +321,7 @@ def _top_group(key: str) -> str:
 def configuration_identity(tree: DictConfig) -> dict[str, object]:
     """Return the values about which two ranks of one run must agree: dotted key -> value, without a
     machine's own keys."""
+    # Ranks exchange these values, and secrets do not travel.
     plain = redact(OmegaConf.to_container(tree))
     return {
         key: value
@@ -353,6 +358,7 @@ def compare_ties(
         (problems, notes).
     """
     file = run_dir / CONFIG
+    # A checkpoint of an older version. It is resumed as before, and that is said.
     if not ties:
         return [], [f"{file}: its checkpoint has no digests of a configuration; not compared."]
     stored = read_yaml(file)

@@ -117,6 +117,7 @@ def is_allowed(target: str, allow: Sequence[str] = ()) -> bool:
 def target_problems(tree: object, allow: Sequence[str] = ()) -> list[str]:
     """Return everything wrong with the targets of `tree`. Nothing is imported."""
     problems = list[str]()
+    # Every node, also those that nobody instantiates: a later version may.
     for path, target, node in find_targets(tree):
         where = f"{path}._target_" if path else "_target_"
         if not isinstance(target, str):

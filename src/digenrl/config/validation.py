@@ -46,6 +46,7 @@ Tree = Mapping[str, "Key | Tree"]
 
 @functools.cache
 def _tree_of(schema: type[BaseModel]) -> Tree:
+    # By the JSON schema, because pydantic has resolved aliases, unions and docstrings in it.
     root: Any = schema.model_json_schema()
     return _read_group(root, root.get("$defs", {}), True)
 
@@ -96,6 +97,7 @@ def _read_group(node: _Schema, groups: Mapping[str, _Schema], required: bool) ->
         if inner is not None:
             found[name] = _read_group(groups[inner.rpartition("/")[2]], groups, needed)
         elif isinstance(named, Mapping) and "$ref" in named:
+            # One description serves all names.
             found[name] = {
                 ANY_NAME: _read_group(groups[named["$ref"].rpartition("/")[2]], groups, False)
             }
@@ -138,6 +140,7 @@ def _allowed_phrase(node: _Schema, between: str = " | ") -> str:
     kind = node.get("type")
     if kind == "array":
         return f"list of ({_allowed_phrase(node['items'])})"
+    # Limits are named as a user would write them: whole number >= 1.
     if kind in ("integer", "number"):
         limits = [
             f"{sign} {_number_text(node[word])}" for word, sign in _LIMITS.items() if word in node
@@ -237,6 +240,7 @@ def _error_message(tree: object, located: _Located, unknown: Callable[[str, obje
         value = value[part]
     if (allowed := said.allowed).startswith("a group of keys") and error["input"] is not value:
         key, value, allowed = ".".join(map(str, error["loc"])), error["input"], "a group of keys"
+    # Also a value that was removed while its key stayed.
     if (why := removal_reason(key, value)) is not None:
         return f"{key} = {show_value(value)}: was removed; {why}."
     instead = _suggest_instead(key, value, allowed)

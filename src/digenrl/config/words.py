@@ -34,6 +34,7 @@ def unquote_text(held: str) -> str:
     >>> unquote_text("'my run'"), unquote_text("it's"), unquote_text(r"'it\'s'")
     ('my run', "it's", "it's")
     """
+    # A quote inside a text belongs to it.
     if not _QUOTED.fullmatch(held):
         return held
     inner = re.sub(rf"(\\*)\\{held[0]}", lambda found: found[1][::2] + held[0], held[1:-1])
@@ -65,6 +66,7 @@ def shell_word(key: str, held: object) -> str:
     >>> shell_word("output_root", "/data/runs"), shell_word("data.prompts", "a b")
     ('output_root=/data/runs', '"data.prompts=\'a b\'"')
     """
+    # First for Hydra, then for the shell around it.
     text = format_word(key, held)
     plain = shlex.quote(text)
     simple = not set(text) & set('"$`\\!')

@@ -22,6 +22,7 @@ def _updates_within(get: View) -> Iterator[str]:
         get("data.group_size"),
         get("algorithm.updates_per_batch"),
     )
+    # Updates by groups have a rule of their own (`_update_count`).
     if get("data.updates_split") != "samples":
         return
     if group % updates:
@@ -57,6 +58,7 @@ def _update_count(get: View) -> Iterator[str]:
 
 def _batch_wide_statistics(get: View) -> Iterator[str]:
     advantage, gap = get("algorithm.advantage"), get("schedule.gap")
+    # With gap 0 the batch is one fragment, and all its rewards are there.
     if gap and needs_whole_batch(advantage):
         renormalise = bool(advantage.get("renormalise"))
         key, value, other = (

@@ -26,6 +26,7 @@ def people_rewards(reward: object, group: str = "rewards") -> dict[str, PeopleRe
     >>> sorted(people_rewards({"rewards": {"a": {"scorer": {"_target_": "my.Votes"}}, "b": {}}}))
     ['a']
     """
+    # Nothing is checked yet: any part of the group may be missing or of another type.
     entries = reward.get(group) if isinstance(reward, Mapping) else None
     found = {}
     for name, entry in entries.items() if isinstance(entries, Mapping) else ():
@@ -51,6 +52,7 @@ def votes_of_step(config: Mapping[str, object]) -> dict[str, int]:
 
 
 def _as_count(number: object) -> int:
+    # A foreign file may hold a number with which the product takes all memory.
     return number if isinstance(number, int) and 0 <= number < 2**31 else 0
 
 

@@ -46,6 +46,7 @@ def _shard_group(get: View) -> Iterator[str]:
         get("parallel.shard_group"),
         get("allocation.trainers"),
     )
+    # auto may become hsdp, whose groups this number then fixes.
     if sharding not in ("hsdp", "auto"):
         if group != "auto":
             yield (
@@ -60,6 +61,7 @@ def _shard_group(get: View) -> Iterator[str]:
 
 
 def _split_claims(get: View) -> Iterator[str]:
+    # Colocated ranks all train and generate, so a fixed part takes nothing from anybody.
     if get("schedule.claims") != "split" or get("allocation.rollouts") == 0:
         return
     if isinstance(rollouts := get("allocation.rollouts"), Mapping):
@@ -101,6 +103,7 @@ def _rank_counts(get: View) -> Iterator[str]:
     summary = ", ".join(f"{name}: {count} ({role})" for name, (count, role) in pools.items())
     # `auto` takes one rank at least.
     needed = sum(number if isinstance(number, int) else 1 for number in (trainers, rollouts))
+    # One message: the counts by role, below, would only repeat it.
     if needed > devices:
         yield (
             f"allocation.trainers = {trainers} and allocation.rollouts = {rollouts}: need {needed} "
@@ -127,6 +130,7 @@ def _context_groups(get: View) -> Iterator[str]:
             f"parallel.context = {context}: must divide allocation.trainers = {trainers}; "
             f"allowed: {divisors(trainers)}."
         )
+    # `measured` may leave 1:1 at any step, so it is refused like a list.
     if get("schedule.shares") != "equal":
         yield (
             f"schedule.shares = {get('schedule.shares')} with parallel.context = {context}: "
