@@ -193,6 +193,10 @@ KEYS: dict[str, Case] = {
     "no equals sign": (["seed"], ["seed", "cannot be read as key=value", "it has no ="]),
     "spaces around the equals sign": (["seed", "=", "3"], ["=: has no key", "leave no spaces"]),
     "name of other trainers": (["epochs=3"], ["epochs = 3", "no such key; set max_rl_steps."]),
+    "misspelt name of other trainers": (
+        ["algorithm.learing_rate=1"],
+        ["algorithm.learing_rate = 1", "no such key; set algorithm.optimizer.lr."],
+    ),
     "name of diffusers": (["sampling.num_inference_steps=4"], ["no such key; set sampling.steps."]),
     "key of another logger": (
         ["logger.wandb.project=x"],
@@ -586,6 +590,11 @@ def problems_of(*words: str) -> tuple[str, ...]:
 
 def test_the_default_is_accepted() -> None:
     assert config.load([]).settings.experiment_name == "scenes_flowgrpo"
+
+
+def test_the_group_of_a_key_is_not_what_was_meant() -> None:
+    (problem,) = problems_of("sampling.samplings=3")
+    assert not problem.endswith("nearest: sampling.")
 
 
 @pytest.mark.parametrize("case", TABLE.values(), ids=TABLE.keys())

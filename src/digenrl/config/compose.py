@@ -302,15 +302,20 @@ class KnownKeys:
         self._asked += 1
         if self._asked > MOST_SHOWN:  # a stored file may hold thousands
             return f"{key} = {shown}: no such key."
-        if (elsewhere := NAMES_ELSEWHERE.get(key.rpartition(".")[2])) is not None:
+        leaf = key.rpartition(".")[2]
+        if (elsewhere := NAMES_ELSEWHERE.get(leaf)) is not None:
             return f"{key} = {shown}: no such key; set {elsewhere}."
         if having := _options_with(key):
             return f"{key} = {shown}: no such key here; it comes with {having}."
-        known = [name for name in self._keys if name != key and not name.startswith(f"{key}.")]
+        # Neither the key's own group nor what lies below the key is what was meant.
+        known = [name for name in self._keys if not lies_under(key, [name])]
+        known = [name for name in known if not lies_under(name, [key])]
         close = nearest_name(key, known)
         if close is not None:
             allowed = f", allowed: {self._schema[close].allowed}" if close in self._schema else ""
             return f"{key} = {shown}: no such key; nearest: {close}{allowed}."
+        if (meant := nearest_name(leaf, NAMES_ELSEWHERE)) is not None:
+            return f"{key} = {shown}: no such key; set {NAMES_ELSEWHERE[meant]}."
         # Climb to the nearest ancestor that exists, and list what it holds.
         parent = key.rpartition(".")[0]
         while parent and not any(name.startswith(f"{parent}.") for name in known):
