@@ -102,8 +102,9 @@ def read_adapter(
     if not (missing or found.unknown or found.outside or found.wrong):
         return found.factors
     said = f"{_START} = {path} is no adapter of this run's layers"
+    # The remedies first, because the lists of layers may be long.
     remedies = _remedies(spec, found, missing)
-    raise LoraFileError("; ".join([said, *_complaints(found, missing), *remedies]))
+    raise LoraFileError("; ".join([said, *remedies, *_complaints(found, missing)]))
 
 
 def read_sampling_adapter(
@@ -123,9 +124,9 @@ def read_sampling_adapter(
     for file, prefix in _adapter_files(path, components, _SAMPLING):
         _read_file(file, prefix, None, set(), _part(linears, prefix), names, found, swapped)
     if found.unknown or found.wrong:
-        said = [f"{_SAMPLING} = {path} is no adapter of this network", *_complaints(found, [])]
+        said = f"{_SAMPLING} = {path} is no adapter of this network"
         remedy = f"name an adapter of this model, or set {_SAMPLING}=null"
-        raise LoraFileError("; ".join([*said, remedy]))
+        raise LoraFileError("; ".join([said, remedy, *_complaints(found, [])]))
     return found.factors
 
 
