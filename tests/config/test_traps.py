@@ -1,6 +1,6 @@
 """Settings with which others saw a model break: told before a run starts, and in its report."""
 
-# Its experiments need digenrl.extensions.methods.
+# Its experiments need digenrl.extensions.methods and digenrl.extensions.zoo.
 from __future__ import annotations
 
 import pytest
