@@ -65,7 +65,7 @@ class ParameterCopy:
         self.tensors = {name: value.clone() for name, value in tensors.items()}
 
     def _copy_of(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """Return the copy of one parameter, where the parameter is."""
+        """Return the stored copy of one parameter, moved to the parameter's device."""
         self.tensors[name] = copy = self.tensors[name].to(parameter.device)
         return copy
 
@@ -89,9 +89,9 @@ class Ema:
     """Exponential moving average of the trained parameters, for evaluation and export; rollouts use
     the raw weights.
 
-    decay after n optimizer steps = min((1+n)/(10+n), `decay`), applied `times` times where n + 1 is
-    a multiple of `every` (yifan123/flow_grpo ema.py:33-56: 0.9, 8). Flow-GRPO calls its average at
-    every micro-batch, so an update of m micro-batches is followed m times.
+    After n optimizer steps, if n + 1 is a multiple of `every`: copy = d*copy + (1-d)*parameter with
+    d = min((1+n)/(10+n), `decay`)^`times` (yifan123/flow_grpo ema.py:33-56: decay 0.9, every 8).
+    Flow-GRPO averages at every micro-batch: `times=m` equals that for updates of m micro-batches.
     """
 
     def __init__(self, decay: float = 0.9, every: int = 8, times: int = 1) -> None:
@@ -103,12 +103,12 @@ class Ema:
         self.copy = ParameterCopy()
 
     def begin_average(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Start from the parameters before the first optimizer step; nothing after a restart."""
+        """Start from the parameters, unless a checkpoint has filled the average already."""
         if not self.copy.tensors:
             self.copy.follow_parameters(parameters)
 
     def update_average(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Count an optimizer step, and follow the parameters one step before each `every`-th."""
+        """Count an optimizer step. Average if the new count plus 1 is a multiple of `every`."""
         self.steps += 1
         if (self.steps + 1) % self.every == 0:
             self.copy.follow_parameters(parameters, self.decay_at(self.steps))

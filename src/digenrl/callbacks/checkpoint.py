@@ -1,5 +1,5 @@
-"""Write checkpoints on time, with the state that only the system knows: RNG state and the in-flight
-version."""
+"""Write checkpoints when they are due, with the state that Lightning lacks: RNG state, the previous
+version's weights, the trainers' shares."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Checkpoint(pl.Callback):
         self._progress: dict[str, Any] = {}
         """Entries of a checkpoint at the end of the last finished step, without the weights."""
         self._weights: dict[str, Any] = {}
-        """Weights before the first of several updates of a logical batch."""
+        """Weights, optimizer and algorithm state before the first of several updates, or {}."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._finished = self._begun = self._saved = trainer.current_epoch
@@ -70,6 +70,8 @@ class Checkpoint(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        # So that giving the step up later can still save the finished step before it. Not for full
+        # weights: their step is finished once an update is done (`StopVote`).
         strategy: Any = trainer.strategy
         several = strategy.state.updates_done == 0 and strategy.spec.updates_per_batch > 1
         if (
@@ -102,6 +104,7 @@ class Checkpoint(pl.Callback):
         due = step % self._every == 0 or step == trainer.max_epochs or trainer.should_stop
         if due or self._writing_ended(trainer):
             self._settle_writing(trainer)
+        # Again, because `_settle_writing` may have set `should_stop`.
         last = step == trainer.max_epochs or trainer.should_stop
         if due or last:
             self._begin_writing(trainer, step, trainer.save_checkpoint)
@@ -116,7 +119,7 @@ class Checkpoint(pl.Callback):
             }
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # A callback may have ended the run after this one had looked: EarlyStopping comes last.
+        # EarlyStopping runs after this callback, so the last step may have no checkpoint yet.
         if self._begun < self._finished:
             self._settle_writing(trainer)
             self._begin_writing(trainer, self._finished, partial(self._save_finished, trainer))

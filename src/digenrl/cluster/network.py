@@ -22,8 +22,8 @@ class Network:
     """A network interface and a range of ports. The defaults are those of configs/train.yaml."""
 
     interface: str | None = None
-    """Name of the interface. None: loopback if all ranks are on this machine, else the route to the
-    scheduler's address."""
+    """Name of the interface. None: loopback if all ranks are on this machine, else that of the
+    route to the store's host (MASTER_ADDR)."""
     ports: Sequence[int] | None = None
     """First and last port; None: any free port."""
 
@@ -35,7 +35,7 @@ class Network:
             ValueError: there is no such interface, it has no address, or there are fewer ports than
                 listeners.
         """
-        self.interface_address(str)
+        self.interface_address(str)  # only for its errors; `str` stands for no fallback
         if self.ports is not None and (count := len(self._port_range())) < listeners:
             first = self.ports[0]
             raise ValueError(
@@ -122,8 +122,8 @@ ANY_NETWORK = Network()
 
 
 def _interface_addresses() -> dict[str, list[str]]:
-    """Return interface -> its addresses that other machines can use without naming an interface of
-    theirs; IPv4 first."""
+    """Return interface -> its addresses, IPv4 first. Link-local IPv6 is left out: a peer would have
+    to add an interface name."""
     found: dict[str, list[str]] = {}
     for name, entries in psutil.net_if_addrs().items():
         given = [

@@ -31,10 +31,11 @@ CHECKPOINT_NAMES: Names = {
         ("ff_context.net.2",): "joint_blocks.{}.context_block.mlp.fc2",
     }
 }
+"""Layer names of SD3's own checkpoints, for LoRA files of kohya's tools and ComfyUI."""
 
 
 class SD3Codec(DiffusersCodec):
-    """CLIP and T5 texts, images."""
+    """Text encoders (two CLIPs, T5) and the image VAE."""
 
     vae_class = AutoencoderKL
 
@@ -48,7 +49,7 @@ class SD3Codec(DiffusersCodec):
             prompt_2=None,
             prompt_3=None,
             device=pipeline.device,
-            # Negative prompts are wordings of their own, with a call of their own.
+            # A negative prompt is encoded by its own call of this method.
             do_classifier_free_guidance=False,
             max_sequence_length=self.max_sequence_length,
         )
@@ -88,7 +89,8 @@ class SD3Policy(DiffusersPolicy):
     @classmethod
     def joined(cls, networks: list[ModelMixin], path: str | None = None) -> ModelMixin:
         (network,) = networks
-        # The last block's text asks nothing: fewer queries of its attention.
+        # The text output of the last block is not used, so its attention needs no text queries.
+        # Keys and values of the text stay.
         asking = network.transformer_blocks[-1].attn.add_q_proj
         asking.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, :0],))
         return network

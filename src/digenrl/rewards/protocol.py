@@ -18,9 +18,9 @@ could never score. `close()` ends processes and connections. A scorer that looks
 prompts sets `reads_images = True`. Then a service gets the images, and `source_images` returns them
 in the size of the media.
 
-A scorer that waits for people sets `asks_people = True` and has `join_run(run_dir, tick)`. The
-suite calls that method before the first batch, and the scorer calls `tick` while it waits. The
-suite asks it once for each sample, and never in an evaluation, which has no such reward.
+A scorer that waits for people sets `asks_people = True` and has `join_run(run_dir, tick)`.
+`RewardSuite` calls that method before the first batch, and the scorer calls `tick` while it waits.
+Missing scores are not asked for again, and an evaluation leaves such a reward out.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of a scorer, which a run pins to notice a swapped reward model. The bounds hold on
-    the wire."""
+    """Identity of a scorer. Services and scorer processes must keep theirs; all are recorded.
+    Lengths are checked only in a service's messages."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
     model_id: Annotated[str, Field(min_length=1, max_length=1024)]
@@ -218,7 +218,7 @@ def luma(media: Tensor) -> Tensor:
 
 
 def laplacian(frames: Tensor) -> Tensor:
-    """Return the 3x3 Laplacian with replicated borders, [B, F, H, W]."""
+    """Return the 3x3 Laplacian of `frames` [B, F, H, W], borders replicated, in the same shape."""
     kernel = frames.new_tensor([[0.0, 1.0, 0.0], [1.0, -4.0, 1.0], [0.0, 1.0, 0.0]]).view(
         1, 1, 3, 3
     )
@@ -247,8 +247,8 @@ def resolve_device(device: str) -> torch.device:
     """Return the device: for `auto` the current accelerator, or the CPU without one; anything else
     as torch reads it.
 
-    An accelerator has its index, because a scorer is called in another thread than the one that
-    built it. Device 0 is current there.
+    An accelerator always has an index ("cuda:1", not "cuda"): a scorer is called in another thread
+    than the one that built it, and in that thread device 0 is current.
     """
     resolved = torch.device(accelerator.device_kind() if device == "auto" else device)
     unnumbered = accelerator.is_own(resolved) and resolved.index is None

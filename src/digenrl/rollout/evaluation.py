@@ -37,7 +37,7 @@ def join_pictures(parts: Sequence[Pictures]) -> Pictures:
 
 @dataclass(frozen=True)
 class FixedSamples:
-    """The samples of every evaluation of a run."""
+    """What every evaluation of a run draws: prompts, samples of each, noise seed and steps."""
 
     prompts: tuple[Prompt, ...]
     per_prompt: int
@@ -73,10 +73,10 @@ class FixedSamples:
         Args:
             before_step: as in `RolloutEngine.evaluate_prompts`.
             before_piece: called with the number of each piece before it is drawn.
-            noise: draw one more sample for each of the first `NOISY_PIECES` of `numbers`, with
-                noise as rollouts do. Sharded weights need the same forwards on every rank, so every
-                rank draws these samples. Only the first pieces of the evaluation keep theirs
-                (`Pictures.noisy`), so the numbers do not depend on which rank draws which piece.
+            noise: also draw a sample with the noise of rollouts for the first prompt of each of the
+                first `NOISY_PIECES` entries of `numbers`, on every rank: sharded weights need equal
+                forwards. `Pictures.noisy` keeps only those of pieces 0 .. NOISY_PIECES - 1, so the
+                numbers do not depend on which rank draws which piece.
         """
         parts, kl_samples = [], self.kl_samples if engine.policy.adapter.has_reference else 0
         for place, number in enumerate(numbers):
@@ -85,8 +85,7 @@ class FixedSamples:
             made = engine.evaluate_prompts(
                 *asked, before_step, kl_samples, noise and place < NOISY_PIECES
             )
-            # The sample was drawn only so that all ranks make equal forwards. It is not kept:
-            # otherwise the numbers would depend on the rank.
+            # Drawn only for equal forwards on all ranks; see `noise`.
             if number >= NOISY_PIECES:
                 made = replace(made, noisy=torch.full_like(made.noisy, torch.nan))
             # [n, C, H, W] or [n, F, C, H, W]. Rounded here, so that files and statistics see the
@@ -104,7 +103,7 @@ def tensors_of(piece: Pictures) -> dict[str, Tensor]:
 
 
 def pictures_of(tensors: Mapping[str, Tensor], prompts: Sequence[Prompt]) -> Pictures:
-    """Invert `tensors_of`."""
+    """Invert `tensors_of`. `prompts` are the piece's distinct prompts, in order."""
     rewards = {
         key.removeprefix("rewards/"): scores
         for key, scores in tensors.items()

@@ -1,10 +1,11 @@
-"""GAP: the order of tasks (group-first), and fragments of complete groups.
+"""GAP (`schedule.gap`): tasks are claimed group after group, and complete groups are trained as
+fragments.
 
 A task is queued under the version that generates it: queue(v) holds the fresh groups of step v,
 then the stale groups of step v+1 (one-step asynchrony). A free rank that holds version v claims the
 next position of queue(v). When the queue is empty, the rank waits for version v+1. With
-async_steps=0, queue(v) is simply step v. Example: of 4 groups with stale_fraction=0.5, queue(1) has
-groups 2 and 3 of step 1, then groups 0 and 1 of step 2.
+async_steps=0, queue(v) is simply step v. Example: of 4 groups with async_steps=1 and
+stale_fraction=0.5, queue(1) has groups 2 and 3 of step 1, then groups 0 and 1 of step 2.
 
 A fragment consists of portions. A portion is the part of a group that one update trains. It is the
 whole group, unless several updates share the samples of every group (data.updates_split=samples).
@@ -24,10 +25,9 @@ from collections.abc import Sequence
 from digenrl.schedule.spec import ScheduleSpec, Task
 
 
-def stale_groups(spec: ScheduleSpec, step: int, first_step: int = 0) -> int:
-    """Return how many leading groups of `step` use version step-1. The first step of a run has
-    none."""
-    if spec.async_steps == 0 or step <= first_step:
+def stale_groups(spec: ScheduleSpec, step: int) -> int:
+    """Return how many leading groups of `step` use version step-1. Step 0 has none."""
+    if spec.async_steps == 0 or step <= 0:
         return 0
     return math.ceil(spec.stale_fraction * spec.prompts)
 
@@ -78,14 +78,14 @@ def resumed_queue(spec: ScheduleSpec, step: int) -> tuple[Task, ...]:
 
 
 def update_of(spec: ScheduleSpec, portion: int) -> int:
-    """Return the optimizer update that trains `portion`, whatever arrives first. A group's number
-    is that of its first portion."""
+    """Return the number of the optimizer update that trains `portion`. For a group's number it is
+    the update of the group's first portion, which has the same number."""
     return portion // spec.groups_per_update
 
 
 def update_fragments(spec: ScheduleSpec, update: int) -> tuple[tuple[int, ...], ...]:
-    """Return the portions of each fragment of an update. Fragments are fixed, so producers know
-    every cell's owner beforehand."""
+    """Return the portions of each fragment of an update. Fragments are fixed, so a rollout knows
+    which trainer trains a cell before it sends the cell."""
     first = update * spec.groups_per_update
     portions = range(first, first + spec.groups_per_update)
     # Cut within the update: a fragment never waits for groups of two updates.

@@ -4,7 +4,7 @@
     generate   its denoising steps, all with that version's weights
     score      what they made, in the scorer's thread
     send       cells and rewards to every trainer
-    adopt      the next version, once its queue is empty
+    adopt      the next version, once the queue of the version in use is empty
 
 In one process, without ranks that share a queue: examples/grpo_in_one_file.py.
 """
@@ -53,11 +53,11 @@ class RolloutWorker:
         with self._mail:
             while self._control.get("done") is None:
                 if self._leave.is_set():
-                    return self._hand_in()
+                    return self._leave_run()
                 self._control.check_abort()
                 self._mail.receive_messages()
-                # Tasks of the version in use first. Only an empty queue, or an older version that
-                # came back, lets this rank adopt.
+                # Finish the queue of the version in use before adopting another. Exception: an
+                # older version that was published again, because one of its tasks lost its owner.
                 if self._mail.has_older_version(self._version) or not self._make_task():
                     if self._mail.weights:
                         self._adopt_next_version()
@@ -76,10 +76,12 @@ class RolloutWorker:
         return begun is not None
 
     def _claim_task(self) -> Generation | None:
-        """Take a suspended task, else the next of the queue. A task of the next version waits until
-        this rank has adopted that: its weights were published before it was begun."""
+        """Take a suspended task, else the next task of the queue. A suspended task of a newer
+        version
+        waits here until this rank has adopted that version, which is published already."""
         runner, suspended = self._runner, self._mail.suspended
         while suspended and suspended[0].task.version <= self._version:
+            # A wait that ends with work is recorded as "tail", one that ends with weights so.
             self._mail.end_wait("tail")
             if (begun := runner.take_over(suspended.popleft())) is not None:
                 return begun
@@ -92,7 +94,8 @@ class RolloutWorker:
         return runner.begin_task(task)
 
     def _between_steps(self, task: Task) -> int | None:
-        """Return the rank that finishes `task` if this rank leaves, or None to go on."""
+        """Receive messages and return None; if this rank leaves, return the rank that finishes
+        `task`, or NOBODY to give the task up."""
         if self._leave.is_set():
             self._runner.stop_taking_tasks()
             receiver = self._runner.find_successor(task, self._version)
@@ -111,7 +114,7 @@ class RolloutWorker:
         self._evaluation_worker.drop_old_weights(self._version)
         self._runner.announce_work(self._version)
 
-    def _hand_in(self) -> None:
+    def _leave_run(self) -> None:
         """Leave: send what is finished, and give away the suspended tasks that wait here."""
         self._runner.stop_taking_tasks()
         self._mail.receive_messages()

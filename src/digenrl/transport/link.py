@@ -1,7 +1,7 @@
 """The data plane: one TCP connection per (sender, receiver), opened on first use; a dead peer
 affects no other one.
 
-    caller's thread             thread link-to-PEER          thread link-reader          caller's thread
+    caller's thread             thread link-to-PEER          thread "link RANK"          caller's thread
     send -> encode -> outbox -> (waits for the address,  ->  decode -> inbox         ->  receive
                     (bounded)   connects, writes)
 
@@ -84,20 +84,20 @@ class Link(Protocol):
 
 
 class PeerLine:
-    """One direction of the connection with one peer, where a subclass can delay messages or write
-    them shorter. Called in the link's threads."""
+    """Filter of the messages of one connection, at one of its ends. A subclass can delay, compress
+    or replace messages. Called in the link's threads."""
 
     def prepare_outgoing(self, message: Message) -> Message:
         """Return what is written in place of `message`, perhaps later."""
         return message
 
     def note_written(self, message: Message, sock: socket.socket) -> None:
-        """Note that `message`, an answer of `prepare_outgoing`, was written to `sock`, where the
-        peer's `accept_incoming` may answer."""
+        """Take note that `message`, as returned by `prepare_outgoing`, was written to `sock`. May
+        read there what the peer's `accept_incoming` answers."""
 
     def accept_incoming(self, message: Message, sock: socket.socket) -> Message | None:
-        """Return what is delivered in place of the `message` received from `sock`, perhaps later;
-        None: nothing is."""
+        """Return the message to deliver in place of `message`, or None to deliver nothing. May wait
+        first, and may answer on `sock`."""
         return message
 
 
@@ -118,11 +118,12 @@ class SocketLink:
 
     Args:
         network: the range of ports in which the link listens, on `host`.
-        watched: whether a launcher judges every death. Otherwise a connection that ends before the
+        watched: whether a launcher decides if the run survives a death. Otherwise a connection that
+            ends before the
             run does is an error.
         limits: how long `close` waits for what is still queued, and how long the launcher may take
             to judge a death.
-        stage: entered with "send" while a message is written.
+        stage: returns the context that marks this thread's stage, "send" while it writes a message.
         lines: peer -> the line that may delay or compress messages with this peer.
     """
 
@@ -297,12 +298,12 @@ class SocketLink:
                 if message is not None:
                     self._deliver_message(message)
         except (OSError, EOFError, WireError, Aborted) as error:
-            # A dead peer is the launcher's to judge; a broken message is ours.
+            # Report a message that cannot be read. A lost peer is handled below.
             if isinstance(error, WireError) and not self._closing.is_set():
                 self._inbox.put(error)
         finally:
             sock.close()
-        # Without a launcher this rank is the judge of its peers.
+        # Without a launcher, this rank ends the run when a peer is lost.
         if not (
             self._watched
             or self._closing.is_set()

@@ -24,7 +24,7 @@ that."""
 
 
 def before_after(run: Run) -> Figure | None:
-    """Draw samples/before_after.png; None while fewer than two evaluations have samples."""
+    """Return the figure of samples/before_after.png; None below two evaluations with samples."""
     files = sample_files(run)
     if len(files) < 2:
         return None
@@ -80,8 +80,8 @@ def _match_samples(
 
 
 def _grid_sides(before: Samples, after: Samples) -> list[tuple[NDArray[np.uint8], int, str, str]]:
-    """Return (media, position in a pair, title, colour) of the sources, where there are any, of
-    `before` and of `after`."""
+    """Return (media, index into a pair, title, colour) of each block: the source images if there
+    are any, `before`, `after`."""
     source = [] if before.sources is None else [(before.sources, 0, "source", INK)]
     moments = (
         (_film_strips(before.media), 0, _moment_title(before, "before"), VERMILION),
@@ -99,6 +99,7 @@ def _film_strips(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def _draw_grid(before: Samples, after: Samples, pairs: dict[str, list[tuple[int, int]]]) -> Figure:
     height, width = _film_strips(before.media[:1]).shape[-2:]
     narrow = width <= NARROW and max(map(len, pairs)) <= SHORT
+    # Most columns and rows; inches of a cell and of the captions; letters in a caption's line.
     prompts, rows, cell, head, letters = (10, 3, 0.72, 0.5, 9) if narrow else (6, 2, 1.55, 0.85, 24)
     if before.is_video:
         prompts, cell, head, letters = 2, 4.6, 0.5, 60
@@ -136,8 +137,8 @@ def _draw_grid(before: Samples, after: Samples, pairs: dict[str, list[tuple[int,
 def _draw_sample(axes: Axes, sample: NDArray[np.uint8]) -> None:
     """Draw one picture [C, H, W]. Small pixel images keep their hard edges."""
     image = sample[0] if len(sample) == 1 else np.moveaxis(sample, 0, -1)
-    smooth = "nearest" if image.shape[1] <= 64 else "antialiased"
-    axes.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation=smooth, aspect="equal")
+    interpolation = "nearest" if image.shape[1] <= 64 else "antialiased"
+    axes.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation=interpolation, aspect="equal")
 
 
 def _moment_title(samples: Samples, word: str) -> str:

@@ -108,8 +108,7 @@ def _profile_run(keys: ProfileKeys, _: Sequence[str]) -> None:
 
 
 def chosen_pool(pools: Sequence[str], emulated: bool, name: str | None) -> str:
-    """Return the pool that this machine stands for: one of the profile's `pools`, the one with the
-    `name` if there is one.
+    """Return the pool that this machine stands for: `name`, or the only one of `pools`.
 
     Raises:
         ValueError: an emulated profile, an unknown pool, or several and none named.
@@ -202,12 +201,11 @@ def training_batch(
     block = Part(pack_cells(trajectory, steps, Claim(0, 0, 0), 0.0)).cell_block(
         steps[: spec.tsp_batch]
     )
-    ranks = torch.linspace(0.0, 1.0, spec.group_size).repeat(
-        spec.prompts, 1
-    )  # unequal, so that every loss term counts
+    # Unequal, so that every loss term counts.
+    scores = torch.linspace(0.0, 1.0, spec.group_size).repeat(spec.prompts, 1)
     return TrainBatch(
         blocks=(block,),
-        rewards={name: ranks.clone() for name in weights},
+        rewards={name: scores.clone() for name in weights},
         reward_weights=dict(weights),
         denominator=float(spec.cells_per_update),
         update=0,
