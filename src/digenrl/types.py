@@ -142,6 +142,16 @@ class Trajectory(Transitions):
     """name -> [b] fp32; NaN = missing (never 0 for a failed score)."""
 
 
+@dataclass(frozen=True)
+class Sound:
+    """Sound of B samples."""
+
+    waveform: Tensor
+    """[B, channels, samples] fp32 in [-1, 1]."""
+    rate: int
+    """Samples per second (Hz)."""
+
+
 def move_tensors(value: _T, device: torch.device | str, non_blocking: bool = False) -> _T:
     """Return `value` with every tensor inside dataclasses, dicts and tuples on `device`."""
     if isinstance(value, Tensor):
