@@ -32,7 +32,8 @@ from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import ModelKeys, Policy
 from digenrl.record.redact import redact
 from digenrl.record.run_dir import append_event
-from digenrl.rewards.needs import unscorable_prompts
+from digenrl.rewards.needs import needs_sound, placed_scorers, unscorable_prompts
+from digenrl.rewards.placement import PLACEMENTS
 from digenrl.rollout.engine import SamplingSpec
 from digenrl.schedule import ScheduleSpec
 from digenrl.schedule.speeds import relative_shares
@@ -272,12 +273,25 @@ def check_parts(settings: Settings) -> None:
                     model.codec_class.check_prompt(prompt, model.family)
                 except ValueError as error:
                     raise ValueError(f"{where}: {error}") from error
+            _check_sound(settings, model)
         if problems := unscorable_prompts(
             settings.node_at("reward"), asked.items(), settings.callbacks, evaluated
         ):
             raise ValueError("\n".join(problems))
     if settings.algorithm.get("surrogate") is not None:
         check_kernel(settings.build("algorithm.sde"), settings.build("algorithm.surrogate"))
+
+
+def _check_sound(settings: Settings, model: type[Policy]) -> None:
+    """Raise ValueError for a reward of sound with a model that makes none."""
+    if model.codec_class.has_sound:
+        return
+    for key, _, node in placed_scorers(settings.node_at("reward"), " ".join(PLACEMENTS)):
+        if needs_sound(node):
+            raise ValueError(
+                f"{key}: scores sound, and {model.family} makes none; take a model with sound "
+                "(model=ltx2, ltx23 or minimax_h3), or another reward."
+            )
 
 
 def _check_lora(model: type[Policy], node: ModelKeys) -> None:

@@ -151,6 +151,10 @@ class Sound:
     rate: int
     """Samples per second (Hz)."""
 
+    def rows(self, index: slice | Tensor) -> Sound:
+        """Return the sound of the samples at `index` (a slice, numbers, or [B] bool)."""
+        return replace(self, waveform=self.waveform[index])
+
 
 def move_tensors(value: _T, device: torch.device | str, non_blocking: bool = False) -> _T:
     """Return `value` with every tensor inside dataclasses, dicts and tuples on `device`."""

@@ -86,6 +86,21 @@ def placed_scorers(
                 yield f"reward.{group}.{name}.scorer", name, entry["scorer"]
 
 
+def needs_sound(scorer: object) -> bool:
+    """Return whether a scorer, or the YAML node of one, declares `hears`. A node says so by its
+    class, or by a key of that name for a scorer elsewhere (`RemoteScorer`)."""
+    if not isinstance(scorer, Mapping):
+        return bool(getattr(scorer, "hears", False))
+    if "hears" in scorer:
+        return bool(scorer["hears"])
+    from hydra.utils import get_object
+
+    try:
+        return inspect.getattr_static(get_object(scorer["_target_"]), "hears", False) is True
+    except Exception:  # whatever its module raises: said where the scorer is built
+        return False
+
+
 def gpus_of(node: Mapping[str, Any]) -> int:
     """Return the GPUs that a scorer takes in a process of its own, from its YAML node.
 

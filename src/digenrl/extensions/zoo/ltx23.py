@@ -15,8 +15,8 @@ require_diffusers("0.42", LTX2VideoTransformer3DModel="cross_attn_mod")
 class LTX23Policy(LTX2Policy):
     """Policy of LTX-2.3 text-to-video with its sound; arguments in `DiffusersPolicy`.
 
-    Rewards see the video. The sound is trained by what the video reads of it, and by what its
-    tokens do to the log-prob.
+    Under rewards of the video alone, the sound is trained by what the video reads of it, and by
+    what its tokens do to the log-prob.
     """
 
     family = "ltx23"
