@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from digenrl import config as configuration
+from digenrl.extensions.tools.downloads import find_downloads
 from digenrl.models import pretrained
 from digenrl.models import tiny as tiny_builds
+from digenrl.parts import check_parts
 from tests.models.tiny_policies import FAMILIES, ROWS, make
 
 HEARD = [family for family, policy in FAMILIES.items() if policy.codec_class.has_sound]
@@ -103,3 +107,29 @@ def test_a_decoder_of_another_class_is_refused(monkeypatch: pytest.MonkeyPatch) 
         pretrained.PretrainedError, match=r"vocoder .* is OtherVocoder.*LTX2VocoderWithBWE"
     ):
         policy.codec.decode_sound(torch.zeros(1, *policy.latent_shape))
+
+
+@pytest.mark.heavy
+def test_a_reward_of_sound_is_refused_for_a_model_without(tmp_path: Path) -> None:
+    words = ["hardware=cpu_tiny", "reward=clap", f"output_root={tmp_path}"]
+    silent = configuration.load(["experiment=wan21_flowgrpo", *words]).settings
+    with pytest.raises(
+        ValueError,
+        match=r"reward\.rewards\.clap\.scorer: scores sound, and wan makes none; take a model with",
+    ):
+        check_parts(silent)
+    check_parts(configuration.load(["experiment=ltx23_flowgrpo", *words]).settings)
+
+
+def test_what_makes_sound_is_fetched_where_a_reward_listens() -> None:
+    words = ["experiment=ltx2_flowgrpo"]
+    deaf, _ = find_downloads(configuration.load(words).settings)
+    wanted, _ = find_downloads(configuration.load([*words, "reward=clap"]).settings)
+    model, heard = (
+        next(each for each in found if each.key == "model.path") for found in (deaf, wanted)
+    )
+    assert set(heard.files) - set(model.files) == {"audio_vae/*", "vocoder/*"}
+    weights = next(each for each in wanted if each.to_set)
+    assert weights.command == "hf download laion/clap-htsat-unfused pytorch_model.bin"
+    assert not weights.ignored
+    assert "*.bin" in heard.ignored
