@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from digenrl import config as configuration
 from digenrl.advisor import Advice, StandIn
+from digenrl.algorithms.base import PolicyModule
 from digenrl.algorithms.grpo import check_kernel
 from digenrl.callbacks.loggers import Guarded, Silent, continue_record
 from digenrl.cluster.control import Control
@@ -243,6 +244,7 @@ def check_parts(settings: Settings) -> None:
     """Raise ValueError for a model or an algorithm that cannot be built, or a prompt that a reward
     could never score, before anything is written or started."""
     named, strategy = _import_target(settings, "model"), _import_target(settings, "strategy")
+    algorithm = _import_target(settings, "algorithm")
     model = named if isinstance(named, type) and issubclass(named, Policy) else None
     if not settings.hardware.emulate and model is not None:
         model.check(settings.node_at("model"))
@@ -274,6 +276,10 @@ def check_parts(settings: Settings) -> None:
                 except ValueError as error:
                     raise ValueError(f"{where}: {error}") from error
             _check_sound(settings, model)
+            rewards = settings.node_at("reward").get("rewards") or {}
+            routes = {name: entry.get("for") for name, entry in rewards.items()}
+            if isinstance(algorithm, type) and issubclass(algorithm, PolicyModule):
+                algorithm.check_routes(routes, model)
         if problems := unscorable_prompts(
             settings.node_at("reward"), asked.items(), settings.callbacks, evaluated
         ):

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _Scorer = tuple[str, str, Mapping[str, Any]]
-_KEYS = {"rewards": ("scorer", "weight", "placement"), "heldout": ("scorer", "placement")}
+_KEYS = {"rewards": ("scorer", "weight", "placement", "for"), "heldout": ("scorer", "placement")}
 """Group of scorers -> keys of an entry."""
+MODALITIES = ("video", "audio")
+"""Values of the key `for` of a reward."""
 _MOST = 20
 """Most prompts that a message names; further ones are counted."""
 SERVER_FLAGS: Mapping[str, bool] = {
@@ -49,7 +51,7 @@ _FLAG_VALUE = re.compile(r"[\w{\"\[][\w.,:{}\"\[\]= -]{0,200}")
 
 def check_entry(name: str, entry: object, group: str) -> None:
     """Raise ValueError for an entry of `group` (rewards, heldout) without a scorer, with an unknown
-    key, or with a weight that is no number."""
+    key, with a weight that is no number, or for an unknown modality."""
     if not isinstance(entry, Mapping) or "scorer" not in entry:
         raise ValueError(
             f"Reward `{name}` has no `scorer`: write {name}: {{scorer: {{_target_: "
@@ -65,6 +67,15 @@ def check_entry(name: str, entry: object, group: str) -> None:
         raise ValueError(
             f"Weight of reward `{name}` is {weight!r}: give a finite number (0 = only logged, "
             "negative = minimised)."
+        )
+
+    asked = entry.get("for")
+    if asked is not None and (
+        isinstance(asked, str) or not asked or any(each not in MODALITIES for each in asked)
+    ):
+        raise ValueError(
+            f"reward.rewards.{name}.for = {asked}: give a list of {' and '.join(MODALITIES)}, or "
+            "leave it out (the reward moves all that is trained)."
         )
 
 

@@ -56,8 +56,12 @@ class FailureCount:
         return self.missing / asked if asked else 0.0
 
 
-class RewardEntry(TypedDict):
-    """One reward of the group `reward`."""
+_Routed = TypedDict("_Routed", {"for": NotRequired[Sequence[str] | None]})
+
+
+class RewardEntry(_Routed):
+    """One reward of the group `reward`. `for` has the modalities that it moves (`video`, `audio`);
+    all where it is absent."""
 
     scorer: Scorer | Mapping[str, object]
     """A scorer, or the YAML node that describes one."""
@@ -124,6 +128,12 @@ class RewardSuite:
         for name, entry in rewards.items():
             check_entry(name, entry, "rewards")
             self.weights[name] = float(entry.get("weight", 1.0))
+        self.routes = {
+            name: None if (asked := entry.get("for")) is None else tuple(asked)
+            for name, entry in rewards.items()
+            if self.weights[name]
+        }
+        """Optimised reward -> modalities that it moves; None: all."""
         if not any(self.weights.values()):
             raise ValueError(
                 f"Every reward weight of {sorted(self.weights)} is 0: nothing would be optimised; "

@@ -33,8 +33,13 @@ class LTX23Policy(LTX2Policy):
         for name in ("to_q", "to_k", "to_v", "to_out.0")
     )
     feed_forward = ("ff.net.0.proj", "ff.net.2", "audio_ff.net.0.proj", "audio_ff.net.2")
+    modalities = ("video", "audio")
     unread = frozenset()
     unused = ()
 
     def add_family_parts(self) -> None:
         self.drawn = None
+
+    def modality_tokens(self, modality: str) -> slice:
+        tokens = self.codec.video_tokens
+        return slice(tokens) if modality == "video" else slice(tokens, None)
