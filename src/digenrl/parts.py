@@ -296,7 +296,7 @@ def _check_sound(settings: Settings, model: type[Policy]) -> None:
         if needs_sound(node):
             raise ValueError(
                 f"{key}: scores sound, and {model.family} makes none; take a model with sound "
-                "(model=ltx2, ltx23 or minimax_h3), or another reward."
+                "(docs/models_and_rewards.md), or another reward."
             )
 
 

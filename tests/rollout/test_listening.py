@@ -19,7 +19,7 @@ from digenrl.rollout.evaluation import FixedSamples, join_pictures, pictures_of,
 from digenrl.rollout.scouts import ScoutingEngine
 from digenrl.schedule import Task
 from digenrl.types import Prompt
-from tests.models.tiny_policies import make
+from tests.models.tiny_policies import BOTH, make
 from tests.rewards.services import Loudness
 
 pytestmark = pytest.mark.heavy
@@ -33,7 +33,7 @@ BRIGHT: Any = {"bright": {"scorer": lambda media, prompts: media.flatten(1).mean
 def engine_of(rewards: Any, heldout: Any = None, kind: Any = RolloutEngine, **more: int) -> Any:
     suite = RewardSuite(rewards, heldout=heldout, placement="inline")
     spec = SamplingSpec(steps=2)
-    return kind(make("ltx23"), suite, FlowSDE(0.7), AllButLast(), spec, 3, **more)
+    return kind(make(BOTH), suite, FlowSDE(0.7), AllButLast(), spec, 3, **more)
 
 
 def run_task(engine: Any) -> tuple[Any, Any]:

@@ -169,7 +169,8 @@ class PolicyModule(pl.LightningModule):
                 trained = " and ".join(policy.modalities) or "one modality"
                 raise ValueError(
                     f"{key}: {policy.family} trains {trained}, and no {unknown[0]} of its own; "
-                    "leave `for` out, or take a model that trains both (model=ltx23)."
+                    "leave `for` out, or take a model that trains both "
+                    "(docs/models_and_rewards.md)."
                 )
             if not cls.splits_parts:
                 raise ValueError(

@@ -80,7 +80,9 @@ class Codec(ABC):
     def decode_sound(self, latents: Tensor) -> Sound:
         """Decode the sound in latents [B, *L] (`has_sound`). Raises ValueError for a family without
         sound."""
-        raise ValueError(f"{self.family} makes no sound: use a model that does, such as ltx23.")
+        raise ValueError(
+            f"{self.family} makes no sound: use a model that does (docs/models_and_rewards.md)."
+        )
 
     def encode_media(self, images: Sequence[PromptImage]) -> Tensor:
         """Return the clean latents [B, *L] of B pictures: what `decode` inverts.

@@ -136,7 +136,7 @@ def call_scorer(
     if sound is None:
         raise ValueError(
             f"{type(scorer).__name__} scores sound, and these samples have none: take a model with "
-            "sound (ltx2, ltx23, minimax_h3), or another reward."
+            "sound (docs/models_and_rewards.md), or another reward."
         )
     waveform = sound.waveform
     if waveform.dim() != 3 or len(waveform) != len(prompts) or not waveform.isfinite().all():

@@ -22,6 +22,7 @@ from digenrl.parts import check_parts
 from digenrl.types import TrainBatch
 from tests.algorithms.fit import ADAMW, grpo
 from tests.algorithms.toy_policy import ToyPolicy, roll
+from tests.models.tiny_policies import BOTH
 
 VIDEO, AUDIO = {"video": ["video"], "audio": ["audio"]}, {"both": None, "audio": ["audio"]}
 SEEN, HEARD = slice(2), slice(2, None)
@@ -182,7 +183,9 @@ def test_what_cannot_be_routed_is_refused_with_the_remedy() -> None:
         grpo(Streams()).route_rewards({"a": ["audio"]})
     silent = made(NFT, ToyPolicy())
     type(silent.policy).modalities = ()
-    with pytest.raises(ValueError, match=r"a\.for = \[audio\]: toy trains one modality.*ltx23"):
+    with pytest.raises(
+        ValueError, match=r"a\.for = \[audio\]: toy trains one modality.*trains both"
+    ):
         silent.route_rewards({"a": ["audio"]})
 
 
@@ -192,10 +195,10 @@ def test_a_configuration_is_refused_before_any_rank_starts(tmp_path: Path) -> No
     route = "+reward.rewards.clap.for=[audio]"
     for experiment, said in (
         ("ltx23_flowgrpo", r"clap\.for = \[audio\]: GRPO has one loss"),
-        ("ltx2_flowgrpo", r"clap\.for = \[audio\]: ltx2 trains one modality"),
+        ("ltx2_flowgrpo", r"clap\.for = \[audio\]: \w+ trains one modality"),
     ):
         settings = configuration.load([f"experiment={experiment}", *words, route]).settings
         with pytest.raises(ValueError, match=said):
             check_parts(settings)
-    fits = ["experiment=zimage_turbo_nft", "model=ltx23", "sampling=ltx2_512x768x121"]
+    fits = ["experiment=zimage_turbo_nft", f"model={BOTH}", "sampling=ltx2_512x768x121"]
     check_parts(configuration.load([*fits, *words, route]).settings)
