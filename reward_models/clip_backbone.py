@@ -89,11 +89,11 @@ class ClipBackbone:
         features = self.model.get_text_features(
             input_ids=tokens.input_ids, attention_mask=tokens.attention_mask
         )
-        return _unit(features)
+        return unit_rows(features)
 
     def _embed_images(self, pictures: Tensor) -> Tensor:
         inputs = clip_pixels(pictures.to(self.device), self.image_size).to(self.dtype)
-        return _unit(self.model.get_image_features(pixel_values=inputs))
+        return unit_rows(self.model.get_image_features(pixel_values=inputs))
 
 
 class CosineScorer:
@@ -146,7 +146,7 @@ def clip_pixels(pictures: Tensor, size: int) -> Tensor:
     )
 
 
-def _unit(features: object) -> Tensor:
+def unit_rows(features: object) -> Tensor:
     """Return unit rows in fp32; transformers returns the projected embedding bare or as
     `pooler_output`, by version."""
     embedding = features if isinstance(features, Tensor) else features.pooler_output  # type: ignore[attr-defined]

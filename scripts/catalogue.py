@@ -56,6 +56,7 @@ _PLEASED = (
         "nouns of the prompt as textures, or written into the picture",
         "which thing has which colour",
     ),
+    ("clap", "one loud event that the prompt names", "the picture, and when things sound"),
     (
         "ocr`, `ocr_clip",
         "letters that fill the picture, the word alone",

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from digenrl import config as configuration
 from digenrl.advisor import Advice, StandIn
+from digenrl.algorithms.base import PolicyModule
 from digenrl.algorithms.grpo import check_kernel
 from digenrl.callbacks.loggers import Guarded, Silent, continue_record
 from digenrl.cluster.control import Control
@@ -32,7 +33,8 @@ from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import ModelKeys, Policy
 from digenrl.record.redact import redact
 from digenrl.record.run_dir import append_event
-from digenrl.rewards.needs import unscorable_prompts
+from digenrl.rewards.needs import needs_sound, placed_scorers, unscorable_prompts
+from digenrl.rewards.placement import PLACEMENTS
 from digenrl.rollout.engine import SamplingSpec
 from digenrl.schedule import ScheduleSpec
 from digenrl.schedule.speeds import relative_shares
@@ -242,6 +244,7 @@ def check_parts(settings: Settings) -> None:
     """Raise ValueError for a model or an algorithm that cannot be built, or a prompt that a reward
     could never score, before anything is written or started."""
     named, strategy = _import_target(settings, "model"), _import_target(settings, "strategy")
+    algorithm = _import_target(settings, "algorithm")
     model = named if isinstance(named, type) and issubclass(named, Policy) else None
     if not settings.hardware.emulate and model is not None:
         model.check(settings.node_at("model"))
@@ -272,12 +275,29 @@ def check_parts(settings: Settings) -> None:
                     model.codec_class.check_prompt(prompt, model.family)
                 except ValueError as error:
                     raise ValueError(f"{where}: {error}") from error
+            _check_sound(settings, model)
+            rewards = settings.node_at("reward").get("rewards") or {}
+            routes = {name: entry.get("for") for name, entry in rewards.items()}
+            if isinstance(algorithm, type) and issubclass(algorithm, PolicyModule):
+                algorithm.check_routes(routes, model)
         if problems := unscorable_prompts(
             settings.node_at("reward"), asked.items(), settings.callbacks, evaluated
         ):
             raise ValueError("\n".join(problems))
     if settings.algorithm.get("surrogate") is not None:
         check_kernel(settings.build("algorithm.sde"), settings.build("algorithm.surrogate"))
+
+
+def _check_sound(settings: Settings, model: type[Policy]) -> None:
+    """Raise ValueError for a reward of sound with a model that makes none."""
+    if model.codec_class.has_sound:
+        return
+    for key, _, node in placed_scorers(settings.node_at("reward"), " ".join(PLACEMENTS)):
+        if needs_sound(node):
+            raise ValueError(
+                f"{key}: scores sound, and {model.family} makes none; take a model with sound "
+                "(docs/models_and_rewards.md), or another reward."
+            )
 
 
 def _check_lora(model: type[Policy], node: ModelKeys) -> None:

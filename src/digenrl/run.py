@@ -249,7 +249,9 @@ def _build_trainer(
 
 
 def engine_of(settings: Settings, module: PolicyModule, rewards: RewardSuite) -> RolloutEngine:
-    """Return what generates for an algorithm's `module`, with its policy, kernel and steps."""
+    """Return what generates for an algorithm's `module`, with its policy, kernel and steps. The
+    module learns which rewards move which modality."""
+    module.route_rewards(rewards.routes)
     scouts, make = settings.sampling.scouts, cast(Callable[..., RolloutEngine], RolloutEngine)
     if settings.data.samples == "files":
         make = FileEngine

@@ -142,6 +142,20 @@ class Trajectory(Transitions):
     """name -> [b] fp32; NaN = missing (never 0 for a failed score)."""
 
 
+@dataclass(frozen=True)
+class Sound:
+    """Sound of B samples."""
+
+    waveform: Tensor
+    """[B, channels, samples] fp32 in [-1, 1]."""
+    rate: int
+    """Samples per second (Hz)."""
+
+    def rows(self, index: slice | Tensor) -> Sound:
+        """Return the sound of the samples at `index` (a slice, numbers, or [B] bool)."""
+        return replace(self, waveform=self.waveform[index])
+
+
 def move_tensors(value: _T, device: torch.device | str, non_blocking: bool = False) -> _T:
     """Return `value` with every tensor inside dataclasses, dicts and tuples on `device`."""
     if isinstance(value, Tensor):

@@ -146,7 +146,7 @@ class Modular:
         steps, wanted = call.pop("num_inference_steps"), call.pop("output_type")
         (prompt,) = [call.pop("prompt")] if isinstance(call["prompt"], str) else call.pop("prompt")
         media = wanted != "latent"
-        names = ["videos"] if media else ["latents", "audio_latents"]
+        names = ["videos", "audio"] if media else ["latents", "audio_latents"]
         known = {name: call[name] for name in (*KNOWN, "latents", "audio_latents")}
         found = self.pipeline(
             prompt=prompt, num_inference_steps=steps + 1, output_type="np", output=names, **known

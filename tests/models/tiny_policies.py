@@ -28,6 +28,9 @@ FAMILIES: dict[str, type[DiffusersPolicy]] = {
     family: adapter(facts) for family, facts in FACTS.items()
 }
 VIDEO = {family for family, policy in FAMILIES.items() if policy.codec_class.temporal_stride}
+HEARD = [family for family, policy in FAMILIES.items() if policy.codec_class.has_sound]
+(BOTH,) = (family for family in HEARD if FAMILIES[family].modalities)
+"""The family whose sound is trained beside its video."""
 MASKED = [
     name
     for name, facts in FACTS.items()

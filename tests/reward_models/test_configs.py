@@ -10,7 +10,7 @@ import torch
 
 from digenrl.data import load_prompts
 from digenrl.reward_command import reward_config, reward_suite
-from digenrl.types import Prompt
+from digenrl.types import Prompt, Sound
 
 pytestmark = pytest.mark.heavy
 
@@ -38,8 +38,9 @@ def test_it_builds_and_scores(name, tmp_path):
     assert any(suite.weights.values())
     if name not in NEEDS_A_SERVICE:
         media = torch.rand(2, 3, 48, 48, generator=torch.Generator().manual_seed(0))
+        sound = Sound(torch.rand(2, 2, 4800, generator=torch.Generator().manual_seed(1)), 16000)
         for sample in (media, media[:, None].expand(2, 4, 3, 48, 48)):
-            scores = suite.score(sample, PROMPTS, heldout=True)
+            scores = suite.score(sample, PROMPTS, heldout=True, sound=sound)
             assert set(scores) == {*suite.names, *suite.heldout}
             assert all(torch.isfinite(values).all() for values in scores.values())
         assert all(count.missing == 0 for count in suite.failure_counts().values())

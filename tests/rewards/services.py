@@ -34,6 +34,17 @@ class Brightness:
         return torch.where(mean == 0, torch.nan, mean)
 
 
+class Loudness:
+    """Scores the mean of a sound's absolute values; silence has no score."""
+
+    hears = True
+    model_id = "loudness"
+
+    def __call__(self, media, prompts, sound):
+        mean = sound.waveform.abs().mean((1, 2)) * sound.rate
+        return torch.where(mean == 0, torch.nan, mean)
+
+
 class Moody:
     """Scores 1, unless a prompt's text asks for trouble."""
 

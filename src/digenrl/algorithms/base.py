@@ -24,6 +24,7 @@ from digenrl.algorithms.advantages import Advantage, reward_statistics
 from digenrl.algorithms.copies import Ema, ParameterCopy
 from digenrl.algorithms.finite import not_finite
 from digenrl.algorithms.meters import Meters
+from digenrl.algorithms.parts import WHOLE, Part, Routes, parts_of
 from digenrl.algorithms.step_size import small_gradient
 from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.steps import StepSelection
@@ -58,6 +59,8 @@ class PolicyModule(pl.LightningModule):
     """Whether blocks must carry the clean latents `final`."""
     rewarded: ClassVar[bool] = True
     """Whether rewards decide what is learnt, so that a group of equal ones teaches nothing."""
+    splits_parts: ClassVar[bool] = False
+    """Whether the loss takes an advantage for each of `parts` (`by_part`)."""
 
     def __init__(
         self,
@@ -91,6 +94,8 @@ class PolicyModule(pl.LightningModule):
         self.updates_per_batch = updates_per_batch
         self.max_grad_norm = max_grad_norm
         self.ema = ema
+        self.parts: tuple[Part, ...] = WHOLE
+        """Parts of a sample that have advantages of their own."""
         self.first_ratio_max_dev: float | None = None
         """max |ratio-1| over every cell of all ranks before the run's first optimizer step; None
         without ratios or before."""
@@ -117,7 +122,8 @@ class PolicyModule(pl.LightningModule):
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
     ) -> Tensor:
         """Return losses whose sum is the block's share: one per cell, [b, K], or one per pair.
-        advantages [b]. `live` False marks a block of weight 0 that must not count in metrics."""
+        advantages [b], or [b, parts] if the sample has several (`splits_parts`). `live` False
+        marks a block of weight 0 that must not count in metrics."""
 
     @property
     def needs_means(self) -> bool:
@@ -151,6 +157,46 @@ class PolicyModule(pl.LightningModule):
             for name, own in self.policy.adapter.trained_parameters().items()
         }
 
+    @classmethod
+    def check_routes(cls, routes: Routes, policy: type[Policy]) -> None:
+        """Raise ValueError for a reward of a modality that the model does not train, or if the
+        algorithm has one advantage for a whole sample."""
+        for name, asked in routes.items():
+            if asked is None:
+                continue
+            key = f"reward.rewards.{name}.for = [{', '.join(asked)}]"
+            if unknown := [each for each in asked if each not in policy.modalities]:
+                trained = " and ".join(policy.modalities) or "one modality"
+                raise ValueError(
+                    f"{key}: {policy.family} trains {trained}, and no {unknown[0]} of its own; "
+                    "leave `for` out, or take a model that trains both "
+                    "(docs/models_and_rewards.md)."
+                )
+            if not cls.splits_parts:
+                raise ValueError(
+                    f"{key}: {cls.__name__} has one loss over video and sound together, which "
+                    "takes one advantage; use algorithm=nft or rvm, or leave `for` out."
+                )
+
+    def route_rewards(self, routes: Routes) -> None:
+        """Give each modality the advantage of its own rewards. Raises as `check_routes`."""
+        self.check_routes(routes, type(self.policy))
+        self.parts = parts_of(routes, self.policy)
+
+    def by_part(self, advantages: Tensor) -> Iterable[tuple[Part, Tensor]]:
+        """Return each part with its advantages [b], of those that `cell_losses` is given."""
+        return zip(self.parts, advantages.reshape(len(advantages), -1).unbind(1), strict=True)
+
+    def part_advantages(
+        self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]
+    ) -> Tensor:
+        """Return [P, G, parts] fp32: 0 where no reward moves a part. Arguments as of
+        `useful_samples`."""
+        own = [part.own_weights(weights) for part in self.parts]
+        nothing = torch.zeros_like(next(iter(rewards.values())))
+        found = [self.advantage(rewards, each).values if each else nothing for each in own]
+        return torch.stack(found, dim=-1)
+
     def useful_samples(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
         """Return [P, G] bool: samples whose cells can have a gradient. rewards as in `TrainBatch`;
         rows of groups that are not complete mean nothing."""
@@ -161,7 +207,9 @@ class PolicyModule(pl.LightningModule):
     ) -> Tensor:
         """Return [P] bool: groups whose samples do not all score alike, every group unless
         `rewarded`; arguments as of `useful_samples`."""
-        return self.advantage.teaching_groups(rewards, weights) | (not self.rewarded)
+        own = [each for part in self.parts if (each := part.own_weights(weights))]
+        found = [self.advantage.teaching_groups(rewards, each) for each in own]
+        return torch.stack(found).any(dim=0) | (not self.rewarded)
 
     # ---- one micro-batch
 
@@ -171,14 +219,15 @@ class PolicyModule(pl.LightningModule):
         The gradient does not depend on the order and size of micro-batches. A micro-batch without
         blocks costs nothing and gives no parameter a gradient.
         """
-        advantages = self.advantage(batch.rewards, batch.reward_weights)
+        advantages = self.part_advantages(batch.rewards, batch.reward_weights)
         # Lightning calls backward on every loss. Without blocks nothing else gives this one a
         # graph.
         total = torch.zeros((), device=self.device, requires_grad=not batch.blocks)
         cells = 0
         for block in batch.blocks:
             live = block.weight != 0.0
-            of_rows = advantages.values[block.group, list(block.numbers)]  # [b]
+            # [b], or [b, parts]
+            of_rows = advantages[block.group, list(block.numbers)].squeeze(1)
             losses = self.cell_losses(block if live else _zeroed_block(block), of_rows, batch, live)
             total = total + block.weight * losses.sum()
             cells += block.samples * len(block.steps) if live else 0

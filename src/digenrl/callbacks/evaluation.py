@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from digenrl.record.run_dir import (
     own_folder,
     unix_time,
 )
+from digenrl.report.media import Track
 from digenrl.report.page.logged import picture_logger
 from digenrl.report.read_run import JsonlTail
 from digenrl.rollout.engine import RolloutEngine
@@ -107,7 +108,8 @@ def save_pictures(path: Path, pictures: Pictures, per_prompt: int) -> None:
     """Write the first `per_prompt` pictures of each prompt.
 
     The file holds `media` uint8 [N, ...], `prompts` (N texts) and scores [N]. If every prompt names
-    an image, it also holds `sources` uint8 [N, 3, H, W].
+    an image, it also holds `sources` uint8 [N, 3, H, W]; if a reward needs sound, `sound` int16 [N,
+    channels, samples] and `sound_rate` (Hz).
 
     Raises:
         OSError: the file cannot be written; no part of the file stays.
@@ -126,12 +128,21 @@ def save_pictures(path: Path, pictures: Pictures, per_prompt: int) -> None:
     }
     if (sources := fitted_sources(pictures)) is not None:
         arrays["sources"] = np.stack([sources[row] for row in kept])
+    if (track := track_of(pictures)) is not None:
+        arrays |= {"sound": track.samples[kept], "sound_rate": np.array(track.rate)}
     scores = {name: values[index].numpy() for name, values in pictures.rewards.items()}
     own_folder(path.parent)
     # All trainers wait here: videos would be compressed for minutes, by a quarter.
     save: Any = np.savez_compressed if pictures.media.ndim == 4 else np.savez
     with atomic_replace(path) as unfinished, unfinished.open("wb") as file:
         save(file, **(scores | arrays))
+
+
+def track_of(pictures: Pictures) -> Track | None:
+    """Return the sound of the samples in 16 bits; None if no reward needs it."""
+    if (sound := pictures.sound) is None:
+        return None
+    return Track(sound.waveform.mul(32767.0).round().to(torch.int16).numpy(), sound.rate)
 
 
 def fitted_sources(pictures: Pictures) -> list[NDArray[np.uint8]] | None:
@@ -349,7 +360,8 @@ class Evaluation(pl.Callback):
         texts = [prompt.text for prompt in pictures.prompts]
         scores = {name: values.numpy() for name, values in pictures.rewards.items()}
         counts, sources = (self.shown_prompts, self.shown_samples), fitted_sources(pictures)
-        return picture_logger(pictures.media.numpy(), texts, scores, weights, *counts, sources)
+        shown = pictures.media.numpy(), texts, scores, weights, *counts, sources
+        return picture_logger(*shown, track_of(pictures))
 
     def _raise_alarms(
         self, run_dir: Path, rl_step: int, pictures: Pictures, weights: Mapping[str, float]
@@ -397,6 +409,9 @@ class Evaluation(pl.Callback):
             },
             kl=_gather_rows(trainer, local.kl)[:rows],
             noisy=_gather_rows(trainer, local.noisy)[:rows],
+            sound=None
+            if local.sound is None
+            else replace(local.sound, waveform=_gather_rows(trainer, local.sound.waveform)[:rows]),
         )
 
 

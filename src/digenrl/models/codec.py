@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from digenrl.images import PromptImage
 from digenrl.models.guidance import NEGATIVE, Guidance
 from digenrl.models.wording import Condition, ConditionStore, Wording
-from digenrl.types import Prompt, move_tensors
+from digenrl.types import Prompt, Sound, move_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,8 @@ class Codec(ABC):
     reads: ClassVar[Mapping[str, tuple[int, int]]] = {}
     """Role of an image (`digenrl.images.ROLES`) -> least and largest number of such images that a
     prompt has here."""
+    has_sound: ClassVar[bool] = False
+    """Whether samples have sound, which `decode_sound` makes of their latents."""
 
     def __init__(
         self,
@@ -74,6 +76,13 @@ class Codec(ABC):
     def decode(self, latents: Tensor) -> Tensor:
         """Decode latents [B, *L] -> media in [0, 1] fp32: images [B, C, H, W], videos [B, F, C, H,
         W]."""
+
+    def decode_sound(self, latents: Tensor) -> Sound:
+        """Decode the sound in latents [B, *L] (`has_sound`). Raises ValueError for a family without
+        sound."""
+        raise ValueError(
+            f"{self.family} makes no sound: use a model that does (docs/models_and_rewards.md)."
+        )
 
     def encode_media(self, images: Sequence[PromptImage]) -> Tensor:
         """Return the clean latents [B, *L] of B pictures: what `decode` inverts.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,6 +23,7 @@ from digenrl.models import latents, pretrained
 from digenrl.models.codec import Codec
 from digenrl.models.guidance import Guidance
 from digenrl.models.wording import Condition, Wording
+from digenrl.types import Sound
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin
@@ -80,6 +82,10 @@ class DiffusersCodec(Codec):
     """Whether latents are tokens [N, 4C] of 2x2 patches."""
     encoders: ClassVar[tuple[str, ...]] = ("text_encoder*", "tokenizer*")
     """Components of the checkpoint that turn text into conditioning."""
+    sound_decoders: ClassVar[Mapping[str, tuple[type[Any], ...]]] = {}
+    """Component that turns latents into sound -> classes that it may have. {}: no sound."""
+    rate_key: ClassVar[str] = "sampling_rate"
+    """Key of the last such component's configuration that holds the samples per second (Hz)."""
     text_length: ClassVar[int | None] = None
     """Text tokens that the network requires; None = any number."""
 
@@ -146,6 +152,11 @@ class DiffusersCodec(Codec):
     @abstractmethod
     def decode_latents(self, vae: ModelMixin, latents: Tensor) -> Tensor:
         """Decode [B, *L] in the VAE's dtype -> [B, C, H, W] or [B, C, F, H, W] in [-1, 1]."""
+
+    def decode_waveform(self, decoders: Sequence[ModelMixin], latents: Tensor) -> Tensor:
+        """Decode the sound in [B, *L] in the VAE's dtype by `sound_decoders` -> [B, channels,
+        samples]. A family with such decoders overrides this."""
+        raise NotImplementedError(f"{self.family} has `sound_decoders` and no `decode_waveform`.")
 
     def encode_latents(self, vae: ModelMixin, pixels: Tensor) -> Tensor:
         """Encode [B, 3, H, W] in [-1, 1] in the VAE's dtype -> [B, *L], the mode: what
@@ -228,16 +239,11 @@ class DiffusersCodec(Codec):
         """Decode [B, *L] -> images [B, C, H, W] or videos [B, F, C, H, W] in [0, 1] fp32; see
         `decode_pixels`."""
         vae = self._vae
-        # Moving asks every module, which costs as much as a small picture: only where it must.
-        if away := vae.device != latents.device:
-            vae.to(latents.device)
-        with torch.no_grad():
+        with self._moved_to(latents.device, vae), torch.no_grad():
             rows = [
                 self.decode_latents(vae, part.to(self.vae_dtype))
                 for part in latents.split(self._decoded_together)
             ]
-        if away and self.offload_encoders and sum(p.nbytes for p in vae.parameters()) > STAYS:
-            vae.to("cpu")
         media = (torch.cat(rows).float() / 2 + 0.5).clamp(0, 1)  # [B, C, H, W], [B, C, F, H, W]
         if media.shape[-2:] != (self.height, self.width):
             raise ValueError(
@@ -247,6 +253,31 @@ class DiffusersCodec(Codec):
             )
         # Videos: [B, C, F, H, W] -> [B, F, C, H, W].
         return media if self.temporal_stride is None else media.transpose(1, 2)
+
+    def decode_sound(self, latents: Tensor) -> Sound:
+        """Decode the sound in latents [B, *L], as many samples together as `decode` takes."""
+        if not self.sound_decoders:
+            return super().decode_sound(latents)
+        decoders = self._sound_decoders
+        with self._moved_to(latents.device, *decoders), torch.no_grad():
+            rows = [
+                self.decode_waveform(decoders, part.to(self.vae_dtype))
+                for part in latents.split(self._decoded_together)
+            ]
+        rate = int(decoders[-1].config[self.rate_key])
+        return Sound(torch.cat(rows).float().clamp(-1, 1), rate)
+
+    @contextmanager
+    def _moved_to(self, device: torch.device, *decoders: ModelMixin) -> Iterator[None]:
+        """Bring decoders to the device for the body. Large ones leave afterwards if encoders do."""
+        # Moving asks every module, which costs as much as a small picture: only where it must.
+        away = [decoder for decoder in decoders if decoder.device != device]
+        for decoder in away:
+            decoder.to(device)
+        yield
+        for decoder in away if self.offload_encoders else ():
+            if sum(p.nbytes for p in decoder.parameters()) > STAYS:
+                decoder.to("cpu")
 
     @torch.no_grad()
     def encode_media(self, images: Sequence[PromptImage]) -> Tensor:
@@ -276,6 +307,7 @@ class DiffusersCodec(Codec):
         # Cached properties are made again when their value is gone.
         self.__dict__.pop("_pipeline", None)
         self.__dict__.pop("_vae", None)
+        self.__dict__.pop("_sound_decoders", None)
         if accelerator.device_count():
             torch.accelerator.empty_cache()
 
@@ -319,3 +351,21 @@ class DiffusersCodec(Codec):
         if self.vae_tiling:
             vae.enable_tiling()
         return vae
+
+    @cached_property
+    def _sound_decoders(self) -> tuple[ModelMixin, ...]:
+        """The components of `sound_decoders`, in the classes that the checkpoint names."""
+        index, found = pretrained.model_index(self.path), []
+        for name, kinds in self.sound_decoders.items():
+            named = index.get(name, (None, None))[1]
+            kind = next((each for each in kinds if each.__name__ == named), None)
+            if kind is None:
+                known = " or ".join(each.__name__ for each in kinds)
+                raise pretrained.PretrainedError(
+                    f"the {name} of model.path={self.path} is {named}, and the {self.family} "
+                    f"adapter decodes sound by {known}: use the published checkpoint, or no reward "
+                    "of sound"
+                )
+            part = pretrained.load_component(kind, self.path, name, self.vae_dtype)
+            found.append(part.requires_grad_(False))
+        return tuple(found)

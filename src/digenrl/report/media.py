@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import tempfile
+import wave
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,25 @@ FRAMES_PER_SECOND = 16
 """What Wan2.1 is trained at; HunyuanVideo plays at 24."""
 
 
-def encode_mp4(frames: NDArray[np.uint8], fps: int = FRAMES_PER_SECOND) -> bytes:
-    """Return frames [F, H, W, 3] as H.264 MP4, made with the ffmpeg that imageio brings along.
+@dataclass(frozen=True)
+class Track:
+    """Sound of samples, or of one."""
+
+    samples: NDArray[np.int16]
+    """[N, channels, samples], or [channels, samples] of one."""
+    rate: int
+    """Samples per second (Hz)."""
+
+    def of_row(self, row: int) -> Track:
+        """Return the sound of sample `row`."""
+        return Track(self.samples[row], self.rate)
+
+
+def encode_mp4(
+    frames: NDArray[np.uint8], fps: int = FRAMES_PER_SECOND, sound: Track | None = None
+) -> bytes:
+    """Return frames [F, H, W, 3] as H.264 MP4, made with the ffmpeg that imageio brings along. With
+    the `sound` of the video, the frames last as long as the sound.
 
     Raises:
         ImportError: imageio is not installed.
@@ -30,7 +50,24 @@ def encode_mp4(frames: NDArray[np.uint8], fps: int = FRAMES_PER_SECOND) -> bytes
     odd = ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0))
     options: dict[str, Any] = {"fps": fps, "codec": "libx264", "macro_block_size": 1}
     even = np.pad(frames, odd, mode="edge")
-    return imageio.imwrite("<bytes>", even, plugin="FFMPEG", extension=".mp4", **options)
+    if sound is None:
+        return imageio.imwrite("<bytes>", even, plugin="FFMPEG", extension=".mp4", **options)
+    with tempfile.NamedTemporaryFile(suffix=".wav") as file:
+        write_wav(file.name, sound)
+        options["fps"] = len(frames) * sound.rate / sound.samples.shape[-1]
+        heard = {"audio_path": file.name, "audio_codec": "aac", "ffmpeg_log_level": "error"}
+        return imageio.imwrite(
+            "<bytes>", even, plugin="FFMPEG", extension=".mp4", **options, **heard
+        )
+
+
+def write_wav(path: str, sound: Track) -> None:
+    """Write the sound of one sample as 16-bit PCM."""
+    with wave.open(path, "wb") as file:
+        file.setnchannels(len(sound.samples))
+        file.setsampwidth(2)
+        file.setframerate(sound.rate)
+        file.writeframes(sound.samples.T.astype("<i2").tobytes())
 
 
 def to_uint8(media: Tensor | np.ndarray) -> np.ndarray:

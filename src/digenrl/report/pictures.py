@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from digenrl.record.run_dir import SAMPLES, printable_text
 from digenrl.report.find import files_of, open_own
+from digenrl.report.media import Track
 from digenrl.report.read_run import Run
 
 
@@ -33,6 +34,8 @@ class Samples:
     """Name -> [N], for every further array with one number per sample."""
     sources: NDArray[np.uint8] | None = None
     """[N, 3, H, W]: image that each sample was made from; None if prompts name no image."""
+    sound: Track | None = None
+    """Sound of the N samples; None if no reward asked for it."""
 
     def __repr__(self) -> str:
         size, kinds = list(self.media.shape), len(set(self.prompts))
@@ -52,6 +55,8 @@ compress to, a hundred times over."""
 _MOST_ARRAYS, _LONGEST_HEAD = 256, 16 << 10
 """Most arrays of a file, and most bytes of an array's header. numpy reads a header of any length
 before it refuses it."""
+_HIGHEST_RATE = 192_000
+"""Most samples of sound per second (Hz)."""
 _DAMAGES = (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, RuntimeError)
 
 
@@ -137,7 +142,17 @@ def _read_samples(file: BinaryIO, path: Path) -> Samples:
             f"{path.name}: media is {media.dtype} {media.shape} for {len(prompts)} prompts; "
             "use uint8 [N, C, H, W] or [N, F, C, H, W] with one prompt per sample"
         )
-    return Samples(int(number[1]) if number else 0, media, prompts, scores, sources)
+    sound = None
+    if {"sound", "sound_rate"} <= headers.keys():
+        samples, rate = arrays["sound"], arrays["sound_rate"]
+        fits = samples.dtype == np.int16 and samples.ndim == 3 and len(samples) == len(prompts)
+        if not (fits and samples.size and rate.shape == () and 0 < rate <= _HIGHEST_RATE):
+            raise ValueError(
+                f"{path.name}: sound is {samples.dtype} {samples.shape} at {rate} Hz for "
+                f"{len(prompts)} prompts; use int16 [N, channels, samples]"
+            )
+        sound = Track(samples, int(rate))
+    return Samples(int(number[1]) if number else 0, media, prompts, scores, sources, sound)
 
 
 def sample_files(run: Run) -> list[Path]:

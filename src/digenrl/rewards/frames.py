@@ -3,8 +3,9 @@ pickle.
 
 A *frame* is `MAGIC | json bytes (u32) | payload bytes (u64) | json | payload`, integers big-endian.
 A request's payload is the media as contiguous bytes. Their number follows from shape and dtype, so
-nothing is ever decompressed. For a scorer that needs them, the files of the prompts' images follow,
-each once and with declared length. A response is only the JSON of `ScoreResponse`.
+nothing is ever decompressed. For a scorer that needs them, the sound of the samples and the files
+of the prompts' images follow, each once and with declared length. A response is only the JSON of
+`ScoreResponse`.
 
 Every model is strict. An unknown field, `true` or "0.5" for a number, NaN, infinity and null are
 refused. Each score names its sample.
@@ -34,7 +35,7 @@ from torch import Tensor
 
 from digenrl.images import ROLES, ImageError, ImageLimits, PromptImage, check_image, digest_of
 from digenrl.rewards.protocol import Identity
-from digenrl.types import Prompt
+from digenrl.types import Prompt, Sound
 
 MAGIC = b"dgr1"
 HEADER = struct.Struct(">4sIQ")
@@ -71,8 +72,20 @@ class MediaHeader(_Strict):
         return math.prod(self.shape) * WIRE_DTYPES[self.dtype].itemsize
 
 
+class WireSound(_Strict):
+    """Shape [B, channels, samples] and rate (Hz) of the fp32 sound after the media."""
+
+    shape: list[Annotated[int, Field(ge=1, le=1 << 28)]] = Field(min_length=3, max_length=3)
+    rate: _Positive
+
+    @property
+    def payload_bytes(self) -> int:
+        """Number of bytes that the sound has."""
+        return math.prod(self.shape) * torch.float32.itemsize
+
+
 class WireImage(_Strict):
-    """File after the media."""
+    """File after media and sound."""
 
     digest: str = Field(max_length=64)
     size: Annotated[int, Field(ge=1)]
@@ -105,13 +118,19 @@ class ScoreRequest(_Strict):
     ids: list[Annotated[str, Field(max_length=64)]]
     """Unique name of each sample; the answer repeats them in order."""
     prompts: list[WirePrompt]
+    sound: WireSound | None = None
     images: list[WireImage] = []
     """Images in the order of the payload."""
 
     @property
+    def images_begin(self) -> int:
+        """Bytes of the payload before the first image."""
+        return self.media.payload_bytes + (self.sound.payload_bytes if self.sound else 0)
+
+    @property
     def payload_bytes(self) -> int:
         """Number of bytes that the payload must have."""
-        return self.media.payload_bytes + sum(image.size for image in self.images)
+        return self.images_begin + sum(image.size for image in self.images)
 
     @model_validator(mode="after")
     def _rows_agree(self) -> ScoreRequest:
@@ -121,6 +140,8 @@ class ScoreRequest(_Strict):
                 f"{rows} samples, {len(self.ids)} ids, {len(self.prompts)} prompts: need one "
                 "unique id each"
             )
+        if self.sound is not None and self.sound.shape[0] != rows:
+            raise ValueError(f"{rows} samples, sound of {self.sound.shape[0]}")
         return self
 
 
@@ -191,9 +212,10 @@ def encode_request(
     request_id: str,
     dtype: DtypeName = "float32",
     images: bool = False,
+    sound: Sound | None = None,
 ) -> bytes:
-    """Return the frame that asks for scores of `media` [B, ...] in [0, 1]; with `images`, it
-    carries those of the prompts.
+    """Return the frame that asks for scores of `media` [B, ...] in [0, 1] with their `sound`; with
+    `images`, it carries those of the prompts.
 
     Raises WireError if a prompt's metadata is no JSON, and ImageError for an image that changed
     since it was read.
@@ -227,13 +249,18 @@ def encode_request(
         document["images"] = [
             {"digest": digest, "size": len(content)} for digest, content in files.items()
         ]
+    heard = b""
+    if sound is not None:
+        waveform = sound.waveform.detach().to("cpu", torch.float32).contiguous()
+        document["sound"] = {"shape": list(waveform.shape), "rate": sound.rate}
+        heard = waveform.numpy().tobytes()
     try:
         text = json.dumps(document, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise FrameError(
             f"Prompt metadata must be JSON (finite numbers, strings, lists, objects): {error}"
         ) from error
-    return encode_frame(text, tensor.numpy().tobytes() + b"".join(files.values()))
+    return encode_frame(text, tensor.numpy().tobytes() + heard + b"".join(files.values()))
 
 
 def decode_request(document: bytes, payload_bytes: int) -> ScoreRequest:
@@ -242,8 +269,8 @@ def decode_request(document: bytes, payload_bytes: int) -> ScoreRequest:
     request = _validate_document(ScoreRequest, document)
     if request.payload_bytes != payload_bytes:
         raise FrameError(
-            f"Media {request.media.shape} {request.media.dtype} and {len(request.images)} images "
-            f"have {request.payload_bytes} bytes, the frame carries {payload_bytes}."
+            f"Media {request.media.shape} {request.media.dtype}, sound and {len(request.images)} "
+            f"images have {request.payload_bytes} bytes, the frame carries {payload_bytes}."
         )
     return request
 
@@ -256,6 +283,17 @@ def decode_media(header: MediaHeader, payload: bytearray) -> Tensor:
     return media.float().div(255) if header.dtype == "uint8" else media.float()
 
 
+def decode_sound(request: ScoreRequest, payload: bytes | bytearray) -> Sound | None:
+    """Return the sound in a request's payload; None where it has none."""
+    if (asked := request.sound) is None:
+        return None
+    begin, count = request.media.payload_bytes, math.prod(asked.shape)
+    # A copy: the media's bytes before it may end where no number may begin.
+    part = bytes(payload[begin : begin + asked.payload_bytes])
+    waveform = np.frombuffer(part, dtype=np.float32, count=count).reshape(asked.shape)
+    return Sound(torch.from_numpy(waveform.copy()), asked.rate)
+
+
 def decode_prompts(
     request: ScoreRequest, payload: bytes | bytearray = b"", max_pixels: int = 1 << 26
 ) -> list[Prompt]:
@@ -264,7 +302,7 @@ def decode_prompts(
     Raises WireError for an image that is broken, has more than `max_pixels`, or was not sent.
     """
     found: dict[str, bytes] = {}
-    start = request.media.payload_bytes
+    start = request.images_begin
     for image in request.images:
         found[image.digest] = bytes(payload[start : start + image.size])
         start += image.size

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _Scorer = tuple[str, str, Mapping[str, Any]]
-_KEYS = {"rewards": ("scorer", "weight", "placement"), "heldout": ("scorer", "placement")}
+_KEYS = {"rewards": ("scorer", "weight", "placement", "for"), "heldout": ("scorer", "placement")}
 """Group of scorers -> keys of an entry."""
+MODALITIES = ("video", "audio")
+"""Values of the key `for` of a reward."""
 _MOST = 20
 """Most prompts that a message names; further ones are counted."""
 SERVER_FLAGS: Mapping[str, bool] = {
@@ -49,7 +51,7 @@ _FLAG_VALUE = re.compile(r"[\w{\"\[][\w.,:{}\"\[\]= -]{0,200}")
 
 def check_entry(name: str, entry: object, group: str) -> None:
     """Raise ValueError for an entry of `group` (rewards, heldout) without a scorer, with an unknown
-    key, or with a weight that is no number."""
+    key, with a weight that is no number, or for an unknown modality."""
     if not isinstance(entry, Mapping) or "scorer" not in entry:
         raise ValueError(
             f"Reward `{name}` has no `scorer`: write {name}: {{scorer: {{_target_: "
@@ -65,6 +67,15 @@ def check_entry(name: str, entry: object, group: str) -> None:
         raise ValueError(
             f"Weight of reward `{name}` is {weight!r}: give a finite number (0 = only logged, "
             "negative = minimised)."
+        )
+
+    asked = entry.get("for")
+    if asked is not None and (
+        isinstance(asked, str) or not asked or any(each not in MODALITIES for each in asked)
+    ):
+        raise ValueError(
+            f"reward.rewards.{name}.for = {asked}: give a list of {' and '.join(MODALITIES)}, or "
+            "leave it out (the reward moves all that is trained)."
         )
 
 
@@ -84,6 +95,21 @@ def placed_scorers(
             check_entry(name, entry, group)
             if (entry.get("placement") or reward.get("placement", "thread")) in at.split():
                 yield f"reward.{group}.{name}.scorer", name, entry["scorer"]
+
+
+def needs_sound(scorer: object) -> bool:
+    """Return whether a scorer, or the YAML node of one, declares `hears`. A node says so by its
+    class, or by a key of that name for a scorer elsewhere (`RemoteScorer`)."""
+    if not isinstance(scorer, Mapping):
+        return bool(getattr(scorer, "hears", False))
+    if "hears" in scorer:
+        return bool(scorer["hears"])
+    from hydra.utils import get_object
+
+    try:
+        return inspect.getattr_static(get_object(scorer["_target_"]), "hears", False) is True
+    except Exception:  # whatever its module raises: said where the scorer is built
+        return False
 
 
 def gpus_of(node: Mapping[str, Any]) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from digenrl.rewards.managed import ManagedScorer
+from digenrl.rewards.needs import needs_sound
 from digenrl.rewards.process import ProcessScorer
 from digenrl.rewards.protocol import Scorer, build_scorer, plain_node
 from digenrl.rewards.remote import RemoteScorer
@@ -72,7 +73,8 @@ def _remote_maker(
             raise ValueError(
                 f"Reward `{name}` is placed http: list its services under reward.urls.{name}."
             )
-        return partial(RemoteScorer, urls=list(urls), deadline_s=call_s)
+        hears = needs_sound(scorer)
+        return partial(RemoteScorer, urls=list(urls), deadline_s=call_s, hears=hears)
     if not isinstance(scorer, Mapping):
         raise ValueError(
             f"Reward `{name}` is placed in a process but its scorer is an object: "

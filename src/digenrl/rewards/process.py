@@ -27,17 +27,19 @@ from torch import Tensor
 from torch.accelerator import device_index
 
 from digenrl import accelerator
+from digenrl.rewards.needs import needs_sound
 from digenrl.rewards.protocol import (
     Identity,
     RewardError,
     RewardUnavailable,
     build_scorer,
+    call_scorer,
     check_scores,
     contain_exits,
     identity_of,
 )
 from digenrl.rewards.remote import RemoteScorer, Unanswered
-from digenrl.types import Prompt
+from digenrl.types import Prompt, Sound
 
 _LONGEST_LINE = 1 << 16
 """Bytes after which a line of a child is printed though it goes on."""
@@ -69,6 +71,7 @@ class ProcessScorer:
             call_s,
             max_deaths,
         )
+        self.hears = needs_sound(node)
         self._child: subprocess.Popen[str] | None = None
         self._client: RemoteScorer | None = None
         self._identity: Identity | None = None
@@ -85,7 +88,9 @@ class ProcessScorer:
         """Weights digest of the scorer in the child, which is started first if necessary."""
         return self._require_identity().weights_digest
 
-    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: Sequence[Prompt], sound: Sound | None = None
+    ) -> Tensor:
         """Return scores [B].
 
         Raises:
@@ -95,7 +100,7 @@ class ProcessScorer:
         with self._lock:
             client = self._ensure_client()
             try:
-                scores = client(media, prompts)
+                scores = client(media, prompts, sound)
             except Unanswered as error:
                 self._raise_lost(error, self._call_s)
             except RewardUnavailable:
@@ -257,12 +262,16 @@ class _Reporting:
         except Exception as error:
             self.report_failure(error)
         self.model_id, self.weights_digest = identity.model_id, identity.weights_digest
+        self.hears = needs_sound(self._scorer)
 
-    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: Sequence[Prompt], sound: Sound | None = None
+    ) -> Tensor:
         try:
             # The service calls from threads of its own, and a new thread begins on device 0.
             with device_index(self._device), contain_exits(self.model_id):
-                return check_scores(self.model_id, self._scorer(media, prompts), len(prompts))
+                answer = call_scorer(self._scorer, media, prompts, sound)
+                return check_scores(self.model_id, answer, len(prompts))
         except RewardUnavailable:
             raise
         except Exception as error:

@@ -9,6 +9,9 @@ A *scorer* is any callable `scorer(media, prompts) -> scores`:
 - `scores`: [B] floating point on any device. Each is finite, or NaN for a sample without a score;
   larger is better. Infinity counts as NaN, because no advantage can be made of it.
 
+A scorer of sound sets `hears = True` and is called as `scorer(media, prompts, sound)`, with the
+`Sound` of the same samples.
+
 A scorer owns its device and dtype, and never returns 0 in place of a failure. Two attributes name
 it (see `identity_of`): `model_id` names the model, and `weights_digest` is the hex digest of its
 weights ("none" without weights).
@@ -31,7 +34,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, ClassVar, Protocol, runtime_checkable
+from typing import Annotated, ClassVar, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -41,7 +44,7 @@ from torch.nn import functional
 
 from digenrl import accelerator
 from digenrl.images import ImageError, PromptImage
-from digenrl.types import Prompt
+from digenrl.types import Prompt, Sound
 
 MISSING_IMAGE = "name a file in the field {role} of its line, in a .jsonl prompt file."
 
@@ -67,6 +70,14 @@ class Scorer(Protocol):
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Return scores [B] of `media` [B, ...]; NaN = missing."""
+        ...
+
+
+class HearingScorer(Protocol):
+    """Scorer of media and their sound, with the attribute `hears` set."""
+
+    def __call__(self, media: Tensor, prompts: Sequence[Prompt], sound: Sound) -> Tensor:
+        """Return scores [B] of `media` [B, ...] with `sound`; NaN = missing."""
         ...
 
 
@@ -110,6 +121,30 @@ def check_media(media: Tensor, prompts: Sequence[Prompt]) -> None:
             f"media spans [{low:.4g}, {high:.4g}]: a scorer takes [0, 1]; decode() must clamp, NaN "
             "is a fault."
         )
+
+
+def call_scorer(
+    scorer: Scorer, media: Tensor, prompts: Sequence[Prompt], sound: Sound | None
+) -> Tensor:
+    """Return what a scorer answers. Only one that `hears` is given the sound.
+
+    Raises ValueError if it hears and there is no sound, or none of [B, channels, samples] finite
+    numbers.
+    """
+    if not getattr(scorer, "hears", False):
+        return scorer(media, prompts)
+    if sound is None:
+        raise ValueError(
+            f"{type(scorer).__name__} scores sound, and these samples have none: take a model with "
+            "sound (docs/models_and_rewards.md), or another reward."
+        )
+    waveform = sound.waveform
+    if waveform.dim() != 3 or len(waveform) != len(prompts) or not waveform.isfinite().all():
+        raise ValueError(
+            f"sound has shape {list(waveform.shape)} for {len(prompts)} prompts: a scorer takes "
+            "[B, channels, samples] of finite numbers; NaN is a fault."
+        )
+    return cast(HearingScorer, scorer)(media, prompts, sound)
 
 
 def check_scores(name: str, scores: object, samples: int) -> Tensor:

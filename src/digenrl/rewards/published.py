@@ -13,6 +13,10 @@ WEIGHTS: dict[str, dict[str, str]] = {
         "path": "hf download openai/clip-vit-large-patch14",
         "head": _AESTHETIC,
     },
+    "reward_models.clap.Clap": {
+        "path": "hf download laion/clap-htsat-unfused pytorch_model.bin",
+        "processor": "hf download laion/clap-htsat-unfused",
+    },
     "reward_models.clip_score.ClipScore": {"path": "hf download openai/clip-vit-large-patch14"},
     "reward_models.clip_statistics.ClipStatistics": {
         "path": "hf download openai/clip-vit-large-patch14"

@@ -39,7 +39,7 @@ from torch import Tensor
 from digenrl.images import ImageError
 from digenrl.rewards import frames
 from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable
-from digenrl.types import Prompt
+from digenrl.types import Prompt, Sound
 
 _Result = TypeVar("_Result")
 _RETRIED = frozenset({408, 429, 500, 502, 503, 504})
@@ -107,6 +107,7 @@ class RemoteScorer:
         token_env: environment variable with the bearer token; no token is sent if the variable is
             unset or empty.
         token: the bearer token itself, in place of the variable's.
+        hears: whether the services score sound too, which is then sent to them.
     """
 
     def __init__(
@@ -120,7 +121,9 @@ class RemoteScorer:
         weights_digest: str | None = None,
         token_env: str = "DIGENRL_REWARD_TOKEN",
         token: str | None = None,
+        hears: bool = False,
     ) -> None:
+        self.hears = hears
         attempt_s = deadline_s / 2 if attempt_s is None else attempt_s
         if not urls or min(deadline_s, attempt_s, max_attempts) <= 0:
             raise ValueError(
@@ -159,7 +162,9 @@ class RemoteScorer:
         """Weights digest of the service, which is asked on first use."""
         return self.pinned_identity().weights_digest
 
-    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: Sequence[Prompt], sound: Sound | None = None
+    ) -> Tensor:
         """Return scores [B] fp32; NaN = the service has no score for the sample.
 
         Raises:
@@ -168,7 +173,7 @@ class RemoteScorer:
             RewardError: wrong set-up or changed identity; see the module's table.
         """
         deadline = time.monotonic() + self._deadline_s
-        outcome = self._run_in_thread(self._score_batch, media, prompts, deadline)
+        outcome = self._run_in_thread(self._score_batch, media, prompts, sound, deadline)
         if outcome.errors:
             unanswered = any(isinstance(error, Unanswered) for error in outcome.errors)
             kind = Unanswered if unanswered else RewardUnavailable
@@ -215,14 +220,15 @@ class RemoteScorer:
         return _Endpoint(str(parsed).rstrip("/"))
 
     async def _score_batch(
-        self, media: Tensor, prompts: Sequence[Prompt], deadline: float
+        self, media: Tensor, prompts: Sequence[Prompt], sound: Sound | None, deadline: float
     ) -> _Outcome:
         outcome = _Outcome(torch.full((len(prompts),), math.nan))
         try:
             if not any(endpoint.limits for endpoint in self._endpoints):
                 await self._retry_request(None, deadline)
             images = any(endpoint.images for endpoint in self._endpoints)
-            parts = self._split_rows(media, prompts, images)
+            heard = 0 if sound is None else sound.waveform[0].numel() * torch.float32.itemsize
+            parts = self._split_rows(media, prompts, images, heard)
         except RewardUnavailable as error:
             outcome.errors.append(error)
             return outcome
@@ -232,8 +238,9 @@ class RemoteScorer:
             async with gate:
                 try:
                     request_id = uuid.uuid4().hex
+                    own = None if sound is None else sound.rows(rows)
                     body = frames.encode_request(
-                        media[rows], prompts[rows], request_id, self._dtype, images
+                        media[rows], prompts[rows], request_id, self._dtype, images, own
                     )
                     scores = await self._retry_request(
                         (body, request_id, len(prompts[rows])), deadline
@@ -253,9 +260,11 @@ class RemoteScorer:
                 raise result
         return outcome
 
-    def _split_rows(self, media: Tensor, prompts: Sequence[Prompt], images: bool) -> list[slice]:
+    def _split_rows(
+        self, media: Tensor, prompts: Sequence[Prompt], images: bool, heard: int
+    ) -> list[slice]:
         """Return the rows of each request: as many as the known service with the smallest limits
-        takes."""
+        takes. `heard`: bytes of a sample's sound."""
         limits = [endpoint.limits for endpoint in self._endpoints if endpoint.limits is not None]
         sample_bytes = media[0].numel() * frames.WIRE_DTYPES[self._dtype].itemsize
         longest = max(
@@ -264,13 +273,13 @@ class RemoteScorer:
         files = (
             max(sum(image.size for image in prompt.images) for prompt in prompts) if images else 0
         )
-        room = sample_bytes + longest + files + _JSON_ALLOWANCE
+        room = sample_bytes + heard + longest + files + _JSON_ALLOWANCE
         fits = min((limit.max_body_bytes - frames.HEADER.size) // room for limit in limits)
         pixels = media[0].numel() // media.shape[-3]
         if fits < 1 or pixels > min(limit.max_pixels for limit in limits):
             raise RewardError(
                 f"A sample {list(media.shape[1:])} ({self._dtype}) is "
-                f"{sample_bytes + files} bytes, {pixels} "
+                f"{sample_bytes + heard + files} bytes, {pixels} "
                 f"pixels; the reward service takes {limits}: raise its limits, or send dtype=uint8."
             )
         step = min(fits, *(limit.max_samples for limit in limits))

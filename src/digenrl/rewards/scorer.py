@@ -21,7 +21,7 @@ from torch import Tensor
 
 from digenrl import accelerator
 from digenrl.rewards.suite import RewardSuite
-from digenrl.types import Prompt
+from digenrl.types import Prompt, Sound, move_tensors
 
 Scores = dict[str, Tensor]
 
@@ -31,6 +31,7 @@ class _Task:
     media: Tensor
     prompts: tuple[Prompt, ...]
     heldout: bool
+    sound: Sound | None
     future: Future[Scores] = field(default_factory=Future)
 
 
@@ -53,7 +54,11 @@ class AsyncScorer:
             self._thread.start()
 
     def submit(
-        self, media: Tensor, prompts: Sequence[Prompt], heldout: bool = False
+        self,
+        media: Tensor,
+        prompts: Sequence[Prompt],
+        heldout: bool = False,
+        sound: Sound | None = None,
     ) -> Future[Scores]:
         """Return a future of the result or exception of `RewardSuite.score`.
 
@@ -64,6 +69,7 @@ class AsyncScorer:
             media: [B, ...] in [0, 1]; copied to the CPU, so the caller may reuse its memory.
             prompts: B prompts.
             heldout: whether to score the held-out rewards too.
+            sound: sound of the samples, which moves to the CPU; None = not asked for.
 
         Raises:
             ValueError: not one prompt per sample.
@@ -76,7 +82,7 @@ class AsyncScorer:
                 f"{len(media)} samples but {len(prompts)} prompts: pass one prompt per sample."
             )
         copy = media.detach().to("cpu", torch.float32, copy=True)
-        task = _Task(copy, tuple(prompts), heldout)
+        task = _Task(copy, tuple(prompts), heldout, move_tensors(sound, "cpu"))
         if self._thread is None:
             self._score_task(task)
             return task.future
@@ -116,7 +122,8 @@ class AsyncScorer:
         if not task.future.set_running_or_notify_cancel():
             return
         try:
-            task.future.set_result(self.suite.score(task.media, task.prompts, task.heldout))
+            scores = self.suite.score(task.media, task.prompts, task.heldout, task.sound)
+            task.future.set_result(scores)
         except BaseException as error:
             # The caller of `result()` is who can act on it; this thread must live on for the other
             # tasks.

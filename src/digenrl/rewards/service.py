@@ -45,6 +45,7 @@ from digenrl.rewards.protocol import (
     Identity,
     RewardUnavailable,
     Scorer,
+    call_scorer,
     check_media,
     check_scores,
     contain_exits,
@@ -298,13 +299,13 @@ class RewardService(Guard):
             media = frames.decode_media(asked.media, payload)
             prompts = frames.decode_prompts(asked, payload, self.limits.max_pixels)
             check_media(media, prompts)
+            sound = frames.decode_sound(asked, payload)
         except ValueError as error:  # of which WireError is one
             raise Refused(422, str(error)) from error
         try:
             with torch.no_grad(), contain_exits(self.identity.model_id):
-                return check_scores(
-                    self.identity.model_id, self.scorer(media, prompts), len(prompts)
-                )
+                answer = call_scorer(self.scorer, media, prompts, sound)
+                return check_scores(self.identity.model_id, answer, len(prompts))
         except RewardUnavailable as error:
             raise Refused(503, str(error)) from error
         except ValueError as error:

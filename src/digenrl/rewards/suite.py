@@ -13,7 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NotRequired, TypedDict
@@ -21,19 +21,20 @@ from typing import NotRequired, TypedDict
 import torch
 from torch import Tensor
 
-from digenrl.rewards.needs import check_entry
+from digenrl.rewards.needs import check_entry, needs_sound
 from digenrl.rewards.placement import place_scorer
 from digenrl.rewards.protocol import (
     Identity,
     RewardError,
     RewardUnavailable,
     Scorer,
+    call_scorer,
     check_media,
     check_scores,
     contain_exits,
     identity_of,
 )
-from digenrl.types import Prompt
+from digenrl.types import Prompt, Sound
 
 CAUSES_KEPT = 8
 """Distinct causes of failures kept per reward. Further causes are only counted."""
@@ -55,8 +56,12 @@ class FailureCount:
         return self.missing / asked if asked else 0.0
 
 
-class RewardEntry(TypedDict):
-    """One reward of the group `reward`."""
+_Routed = TypedDict("_Routed", {"for": NotRequired[Sequence[str] | None]})
+
+
+class RewardEntry(_Routed):
+    """One reward of the group `reward`. `for` has the modalities that it moves (`video`, `audio`);
+    all where it is absent."""
 
     scorer: Scorer | Mapping[str, object]
     """A scorer, or the YAML node that describes one."""
@@ -123,6 +128,12 @@ class RewardSuite:
         for name, entry in rewards.items():
             check_entry(name, entry, "rewards")
             self.weights[name] = float(entry.get("weight", 1.0))
+        self.routes = {
+            name: None if (asked := entry.get("for")) is None else tuple(asked)
+            for name, entry in rewards.items()
+            if self.weights[name]
+        }
+        """Optimised reward -> modalities that it moves; None: all."""
         if not any(self.weights.values()):
             raise ValueError(
                 f"Every reward weight of {sorted(self.weights)} is 0: nothing would be optimised; "
@@ -141,6 +152,7 @@ class RewardSuite:
             )
             for name, entry in {**rewards, **heldout}.items()
         }
+        self._described = {name: entry["scorer"] for name, entry in {**rewards, **heldout}.items()}
         self.names: tuple[str, ...] = tuple(rewards)
         self.heldout: tuple[str, ...] = tuple(heldout)
         self.on_missing: Callable[[str, int, str], None] = lambda name, samples, cause: None
@@ -173,8 +185,21 @@ class RewardSuite:
         """Build the scorers now."""
         self._scorers  # noqa: B018
 
+    @cached_property
+    def _hearing(self) -> frozenset[str]:
+        return frozenset(name for name, each in self._described.items() if needs_sound(each))
+
+    def needs_sound(self, heldout: bool = False) -> bool:
+        """Return whether `score` needs the sound of samples. Builds no scorer."""
+        asked = self.names + self.heldout if heldout else self.names
+        return not self._hearing.isdisjoint(asked)
+
     def score(
-        self, media: Tensor, prompts: Sequence[Prompt], heldout: bool = False
+        self,
+        media: Tensor,
+        prompts: Sequence[Prompt],
+        heldout: bool = False,
+        sound: Sound | None = None,
     ) -> dict[str, Tensor]:
         """Return raw scores: name -> [B] fp32 on the CPU, NaN = missing.
 
@@ -186,6 +211,7 @@ class RewardSuite:
             prompts: B prompts.
             heldout: also score the held-out rewards, as an evaluation does. People are not asked:
                 their rewards are left out.
+            sound: sound of the samples; None: they have none, or nobody asks for it.
 
         Raises:
             ValueError: media or prompts do not fit the protocol.
@@ -196,14 +222,17 @@ class RewardSuite:
         wanted = self.names + self.heldout if heldout else self.names
         if heldout:
             wanted = tuple(name for name in wanted if not _asks_people(self._scorers[name]))
-        return {name: self._score_one(name, media, prompts) for name in wanted}
+        return {name: self._score_one(name, media, prompts, sound) for name in wanted}
 
-    def _score_one(self, name: str, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        scores, cause = self._ask_scorer(name, media, prompts)
+    def _score_one(
+        self, name: str, media: Tensor, prompts: Sequence[Prompt], sound: Sound | None
+    ) -> Tensor:
+        scores, cause = self._ask_scorer(name, media, prompts, sound)
         lost = scores.isnan()
         if lost.any() and not _asks_people(self._scorers[name]):
             asked = [prompt for prompt, gone in zip(prompts, lost.tolist(), strict=True) if gone]
-            scores[lost], cause = self._ask_scorer(name, media[lost.to(media.device)], asked)
+            rest = None if sound is None else sound.rows(lost.to(sound.waveform.device))
+            scores[lost], cause = self._ask_scorer(name, media[lost.to(media.device)], asked, rest)
         missing = int(scores.isnan().sum())
         with self._lock:
             count = self._failures[name]
@@ -216,16 +245,16 @@ class RewardSuite:
         return scores
 
     def _ask_scorer(
-        self, name: str, media: Tensor, prompts: Sequence[Prompt]
+        self, name: str, media: Tensor, prompts: Sequence[Prompt], sound: Sound | None
     ) -> tuple[Tensor, str]:
         """Return (scores [B], cause of missing ones)."""
         try:
             with self.stage(f"score {name}"), torch.no_grad(), contain_exits(name):
                 # A scorer may write into what it is given: the next one, and the caller, keep what
                 # was generated.
-                scores = check_scores(
-                    name, self._scorers[name](media.clone(), prompts), len(prompts)
-                )
+                given = None if sound is None else replace(sound, waveform=sound.waveform.clone())
+                answer = call_scorer(self._scorers[name], media.clone(), prompts, given)
+                scores = check_scores(name, answer, len(prompts))
             return scores.clone(), "the scorer gave no finite score"
         except RewardUnavailable as error:
             kept = torch.full((len(prompts),), math.nan) if error.scores is None else error.scores

@@ -25,7 +25,7 @@ from digenrl.rewards.scorer import AsyncScorer
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout import divergence
 from digenrl.schedule import Task
-from digenrl.types import Prompt, Trajectory
+from digenrl.types import Prompt, Sound, Trajectory, move_tensors
 
 EVAL_STREAM = "evaluation"
 """Noise stream of evaluation: never the noise of any rollout."""
@@ -69,6 +69,8 @@ class Pictures:
     noisy: Tensor
     """[N] detail of a sample of the row's prompt with the run's own noise, over that of the row;
     NaN = not measured."""
+    sound: Sound | None = None
+    """Sound of the N samples, on CPU; None unless a reward needs it."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,23 @@ def ode_samples(
     before_step: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Media as in `Pictures`; arguments as in `RolloutEngine.evaluate_prompts`."""
+    asked = policy, sampling, prompts, samples_per_prompt, seed, steps, before_step
+    return decoded_samples(*asked)[0]
+
+
+@torch.no_grad()
+def decoded_samples(
+    policy: Policy,
+    sampling: SamplingSpec,
+    prompts: Sequence[Prompt],
+    samples_per_prompt: int,
+    seed: int,
+    steps: int | None = None,
+    before_step: Callable[[], None] = lambda: None,
+    listen: bool = False,
+) -> tuple[Tensor, Sound | None]:
+    """Media and, with `listen`, sound as in `Pictures`; other arguments as in
+    `RolloutEngine.evaluate_prompts`."""
     if sampling.lora is not None:
         policy.sample_with(sampling.lora)
     grid = policy.sigma_grid(steps or sampling.eval_steps or sampling.steps)
@@ -106,9 +125,20 @@ def ode_samples(
     with policy.guided_by(sampling.eval_guidance_scale), policy.adapter.sampling():
         # Nothing is stored: fp32 between the steps, as a plain pipeline would have it.
         # To the host batch by batch: the device holds the media of one batch.
-        return torch.cat(
-            [policy.codec.decode(sample(c, draw(keys.INITIAL))).cpu() for c, draw in batches]
-        )
+        media, sounds = list[Tensor](), list[Sound]()
+        for condition, draw in batches:
+            latents = sample(condition, draw(keys.INITIAL))
+            media.append(policy.codec.decode(latents).cpu())
+            if listen:
+                sounds.append(move_tensors(policy.codec.decode_sound(latents), "cpu"))
+    return torch.cat(media), join_sounds(sounds)
+
+
+def join_sounds(parts: Sequence[Sound]) -> Sound | None:
+    """Return the sound of all samples in `parts`; None without a part."""
+    if not parts:
+        return None
+    return replace(parts[0], waveform=torch.cat([part.waveform for part in parts]))
 
 
 def fixed_batches(
@@ -227,6 +257,12 @@ class RolloutEngine:
         1]."""
         return self.policy.codec.decode(generation.state.latents)
 
+    @torch.no_grad()
+    def hear(self, latents: Tensor) -> Sound | None:
+        """Return the sound in finished latents [b, *L]; None unless a reward of rollouts needs
+        it."""
+        return self.policy.codec.decode_sound(latents) if self._rewards.needs_sound() else None
+
     def score(self, generation: Generation, media: Tensor) -> Future[Trajectory]:
         """Return a future of the finished trajectory, which resolves when its scores are there.
         Scoring runs beside the next task's generation."""
@@ -257,7 +293,8 @@ class RolloutEngine:
             except BaseException as error:  # the one who waits for the trajectory must see it
                 finished.set_exception(error)
 
-        self._scorer.submit(media, prompts).add_done_callback(deliver_scores)
+        sound = self.hear(generation.state.latents)
+        self._scorer.submit(media, prompts, sound=sound).add_done_callback(deliver_scores)
         return finished
 
     @torch.no_grad()
@@ -285,9 +322,9 @@ class RolloutEngine:
             noisy_too: whether a sample of the first prompt is drawn as rollouts do, for
                 `Pictures.noisy`.
         """
-        media = ode_samples(
-            self.policy, self.sampling, prompts, samples_per_prompt, seed, steps, before_step
-        )
+        listen = self._rewards.needs_sound(heldout=True)
+        asked = self.sampling, prompts, samples_per_prompt, seed, steps, before_step
+        media, sound = decoded_samples(self.policy, *asked, listen)
         rows = tuple(prompt for prompt in prompts for _ in range(samples_per_prompt))
         kl = torch.full((len(prompts), samples_per_prompt), torch.nan)  # [prompts, samples]
         if kl_samples:
@@ -301,8 +338,8 @@ class RolloutEngine:
         made = self._noisy_sample(prompts[0], before_step) if noisy_too else None
         if made is not None:
             noisy[0] = picture_detail(made).cpu()[0] / picture_detail(media[:1]).clamp(min=1e-6)[0]
-        scores = self._rewards.score(media, rows, heldout=True)
-        return Pictures(media, rows, scores, kl.flatten(), noisy)
+        scores = self._rewards.score(media, rows, heldout=True, sound=sound)
+        return Pictures(media, rows, scores, kl.flatten(), noisy, sound)
 
     def _noisy_sample(self, prompt: Prompt, before_step: Callable[[], None]) -> Tensor | None:
         """Return media of one sample as rollouts draw it; None where they add no noise."""

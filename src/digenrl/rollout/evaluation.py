@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from digenrl.rollout.engine import Pictures as Pictures
-from digenrl.rollout.engine import RolloutEngine
-from digenrl.types import Prompt
+from digenrl.rollout.engine import RolloutEngine, join_sounds
+from digenrl.types import Prompt, Sound
 
 NOISY_PIECES = 6
 """Number of pieces whose first prompt is also drawn with the run's own noise, if `noise` is set."""
@@ -32,6 +32,7 @@ def join_pictures(parts: Sequence[Pictures]) -> Pictures:
         },
         kl=torch.cat([part.kl for part in parts]),
         noisy=torch.cat([part.noisy for part in parts]),
+        sound=join_sounds([part.sound for part in parts if part.sound is not None]),
     )
 
 
@@ -99,7 +100,11 @@ class FixedSamples:
 def tensors_of(piece: Pictures) -> dict[str, Tensor]:
     """Return a piece as it is sent, without its prompts."""
     rewards = {f"rewards/{name}": scores for name, scores in piece.rewards.items()}
-    return {"media": piece.media, "kl": piece.kl, "noisy": piece.noisy, **rewards}
+    sound = {}
+    if piece.sound is not None:
+        rate = torch.tensor([piece.sound.rate])
+        sound = {"sound": piece.sound.waveform, "sound_rate": rate}
+    return {"media": piece.media, "kl": piece.kl, "noisy": piece.noisy, **sound, **rewards}
 
 
 def pictures_of(tensors: Mapping[str, Tensor], prompts: Sequence[Prompt]) -> Pictures:
@@ -111,4 +116,7 @@ def pictures_of(tensors: Mapping[str, Tensor], prompts: Sequence[Prompt]) -> Pic
     }
     media = tensors["media"]
     rows = tuple(prompt for prompt in prompts for _ in range(len(media) // len(prompts)))
-    return Pictures(media, rows, rewards, tensors["kl"], tensors["noisy"])
+    sound = None
+    if "sound" in tensors:
+        sound = Sound(tensors["sound"], int(tensors["sound_rate"]))
+    return Pictures(media, rows, rewards, tensors["kl"], tensors["noisy"], sound)

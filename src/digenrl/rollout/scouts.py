@@ -62,7 +62,8 @@ class ScoutingEngine(RolloutEngine):
             with self.policy.adapter.sampling():
                 clean = denoise.ode_sample(self.policy, condition, start.latents, grid)
             media = self.policy.codec.decode(clean)
-            found = self._scorer.submit(media, [prompt] * task.samples)
+            prompts = [prompt] * task.samples
+            found = self._scorer.submit(media, prompts, sound=self.hear(clean))
             tried.append(combine_scores(found.result(), self._rewards.weights))
         scores = torch.cat(tried)  # [candidates * b]
         order = (

@@ -135,7 +135,7 @@ def rvm_loss(
     loss. The value of such a loss itself would have no lower bound where c < 0.
 
     hao-ai-lab/FastVideo rvm_utils.py `detached_rvm_surrogate`. velocity, target, reference [b, K,
-    *L]; coefficient c broadcastable to [b, K].
+    *L]; coefficient c broadcastable to [b, K], or to [b, K, tokens].
     """
     held = velocity.detach()
     c = coefficient.reshape(*coefficient.shape, *([1] * (velocity.ndim - coefficient.ndim)))

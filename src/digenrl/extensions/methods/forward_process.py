@@ -109,7 +109,7 @@ class ForwardProcess(PolicyModule):
     ) -> Tensor:
         """Return [P, G] bool: samples with an advantage. What `useful` may say where the loss is A
         times something."""
-        return self.advantage(rewards, weights).values != 0
+        return (self.part_advantages(rewards, weights) != 0).any(dim=-1)
 
 
 class WithOldPolicy(ForwardProcess):

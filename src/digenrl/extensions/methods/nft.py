@@ -11,9 +11,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Unpack
 
+import torch
 from torch import Tensor
 
 from digenrl.algorithms.base import CommonArguments
+from digenrl.algorithms.parts import Part
 from digenrl.extensions.methods.forward_losses import nft_loss
 from digenrl.extensions.methods.forward_process import STREAM, OldPolicySchedule, WithOldPolicy
 from digenrl.extensions.methods.noised import noise_cells
@@ -24,7 +26,13 @@ __all__ = ["NFT", "OldPolicySchedule"]
 
 
 class NFT(WithOldPolicy):
-    """Loss per cell: `nft_loss` + kl_weight * mean((v - v_base)^2)."""
+    """Loss per cell: `nft_loss` + kl_weight * mean((v - v_base)^2).
+
+    If modalities have advantages of their own, `nft_loss` is the mean of theirs, each weighed by
+    its share of a sample's numbers.
+    """
+
+    splits_parts = True
 
     def __init__(
         self,
@@ -67,15 +75,14 @@ class NFT(WithOldPolicy):
         old = self.old_velocity(cells)
         reference = self.base_velocity(cells) if self.kl_weight > 0 else None
         new = cells.predict_velocity(self.policy)
-        losses = nft_loss(
-            new,
-            old,
-            cells.noisy,
-            cells.clean,
-            cells.sigma[None],
-            advantages[:, None],
-            self.beta,
-            self.max_advantage,
-        )
+
+        def part_loss(part: Part, own: Tensor) -> Tensor:
+            velocity, earlier, noisy, clean = (
+                tensor[:, :, part.tokens] for tensor in (new, old, cells.noisy, cells.clean)
+            )
+            weighed = cells.sigma[None], own[:, None], self.beta, self.max_advantage
+            return part.share * nft_loss(velocity, earlier, noisy, clean, *weighed)
+
+        losses = torch.stack([part_loss(*each) for each in self.by_part(advantages)]).sum(dim=0)
         self.count_drift(new, old, live)
         return losses + self.kl_term(new, reference, live)

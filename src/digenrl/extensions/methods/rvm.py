@@ -26,6 +26,8 @@ class RVM(ForwardProcess):
     """Gradient per cell: c*(v - (eps - x0)) + kl_weight*(v - v_base), c = scale * A, A clipped to
     +-max_advantage."""
 
+    splits_parts = True
+
     def __init__(
         self,
         policy: Policy,
@@ -61,5 +63,8 @@ class RVM(ForwardProcess):
         reference = self.base_velocity(cells) if self.kl_weight > 0 else None
         new = cells.predict_velocity(self.policy)
         self.kl_term(new.detach(), reference, live)  # counted; its gradient is the anchor's
-        coefficient = self.scale * advantages.clamp(-self.max_advantage, self.max_advantage)
-        return rvm_loss(new, cells.target, coefficient[:, None], reference, self.kl_weight)
+        coefficient = new.new_zeros(len(new), 1, new.shape[2])  # of each token
+        for part, own in self.by_part(advantages):
+            bounded = own.clamp(-self.max_advantage, self.max_advantage)
+            coefficient[:, :, part.tokens] = self.scale * bounded[:, None, None]
+        return rvm_loss(new, cells.target, coefficient, reference, self.kl_weight)

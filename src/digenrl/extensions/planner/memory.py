@@ -27,13 +27,14 @@ SCORER_PARAMETERS = {
     "hpsv2": 990_000_000,
     "clip_score": 430_000_000,
     "aesthetic": 430_000_000,
+    "clap": 153_000_000,
     "image_reward": 450_000_000,
     "hpsv3": 8_290_000_000 // 2,
     "edit_reward": 8_290_000_000 // 2,
     "video_align": 2_210_000_000 // 2,
 }
-"""Parameters of reward models that stay on the GPU in fp32: CLIP-H (twice), CLIP-L (twice), BLIP-L;
-half of them where they stay in 16 bit: Qwen-VL. Others run on the CPU or elsewhere."""
+"""Parameters of reward models that stay on the GPU in fp32: CLIP-H (twice), CLIP-L (twice), CLAP,
+BLIP-L; half of them where they stay in 16 bit: Qwen-VL. Others run on the CPU or elsewhere."""
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,15 @@ REWARD_FLOPS = {
     "clip_score": 0.33e12,
     "image_similarity": 0.33e12,
     "aesthetic": 0.17e12,
+    "clap": 0.02e12,
     "dino_similarity": 0.04e12,
     "hpsv3": 10.5e12,
     "edit_reward": 38e12,
     "video_align": 7.4e12,
 }
 """FLOPs per sample of scorers on the GPU: 2 x parameters x tokens, for the ViT and for the language
-model of a Qwen-VL. Such a model reads 600 tokens, twice 1060, or 1500 for four frames. Other
-scorers run on the CPU."""
+model of a Qwen-VL (counted for CLAP). A Qwen-VL reads 600 tokens, twice 1060, or 1500 for four
+frames. Other scorers run on the CPU."""
 
 JUDGE_FLOPS = {
     "vlm_judge": 15e12,
@@ -35,6 +36,7 @@ answer is some hundred tokens longer. A pair judge asks three times per sample w
 REWARD_CPU_SECONDS = {
     "ocr": 0.3,
     "video_quality": 0.1,
+    "clap": 0.1,
     "jpeg": 0.01,
     "digits": 0.001,
     "scenes": 0.002,

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from digenrl.config.settings import ModelSettings, Settings
-from digenrl.rewards.needs import placed_scorers, scorers_and_statistics
+from digenrl.rewards.needs import needs_sound, placed_scorers, scorers_and_statistics
+from digenrl.rewards.placement import PLACEMENTS
 from digenrl.rewards.published import WEIGHTS, files_read
 
 if TYPE_CHECKING:
@@ -53,18 +54,25 @@ class Download:
         return f"https://huggingface.co/{self.repository}"
 
     @property
+    def ignored(self) -> tuple[str, ...]:
+        """Patterns of files that are left out though `files` has them."""
+        return () if self.to_set else IGNORED
+
+    @property
     def command(self) -> str:
         """Command that fetches the same on another machine."""
         if self.to_set:
             return f"hf download {self.repository} {self.files[0]}"
-        kept, left = (" ".join(map(repr, names)) for names in (self.files, IGNORED))
+        kept, left = (" ".join(map(repr, names)) for names in (self.files, self.ignored))
         return f"hf download {self.repository} --include {kept} --exclude {left}"
 
 
 def find_downloads(settings: Settings) -> tuple[list[Download], list[str]]:
     """Return what a checked configuration needs from the hub, and a line for each thing that lies
     elsewhere. What is on this machine as a file or directory is left out."""
-    found, elsewhere = list(_model_download(settings.model)), list[str]()
+    everywhere = placed_scorers(settings.node_at("reward"), " ".join(PLACEMENTS))
+    listen = any(needs_sound(node) for _, _, node in everywhere)
+    found, elsewhere = list(_model_download(settings.model, listen)), list[str]()
     served = {key for key, _, _ in placed_scorers(settings.node_at("reward"), "managed")}
     for key, what, node in scorers_and_statistics(
         settings.node_at("reward"), settings.callbacks or {}
@@ -92,20 +100,22 @@ def find_downloads(settings: Settings) -> tuple[list[Download], list[str]]:
     return [*reversed(unique.values())], elsewhere
 
 
-def _model_download(model: ModelSettings) -> Iterator[Download]:
+def _model_download(model: ModelSettings, listen: bool) -> Iterator[Download]:
     if model.path is None or model.get("build", "real") != "real" or Path(model.path).exists():
         return
     from hydra.utils import get_class
 
-    patterns = tuple(_checkpoint_patterns(get_class(model.target)))
+    patterns = tuple(_checkpoint_patterns(get_class(model.target), listen))
     yield Download("model.path", model.path, patterns)
 
 
-def _checkpoint_patterns(policy: type[DiffusersPolicy]) -> Iterator[str]:
-    """Yield patterns of the files that a policy of the class opens in its checkpoint."""
+def _checkpoint_patterns(policy: type[DiffusersPolicy], listen: bool) -> Iterator[str]:
+    """Yield patterns of the files that a policy of the class opens in its checkpoint, with those
+    that make sound if a reward listens."""
     yield from ("model_index.json", "*scheduler/scheduler_config.json")
     # text_encoder* is text_encoder and text_encoder_2: some repositories also have text_encoders/.
     kinds = [(kind.strip("*"), kind.replace("*", "_?")) for kind in policy.codec_class.encoders]
     encoders = dict.fromkeys(name for pair in kinds for name in pair)
-    for folder in (*policy.components, "vae", *encoders, *_BESIDE_TEXT):
+    sound = policy.codec_class.sound_decoders if listen else ()
+    for folder in (*policy.components, "vae", *sound, *encoders, *_BESIDE_TEXT):
         yield f"{folder}/*"

@@ -2,19 +2,24 @@
 then its sound.
 
 Video and sound are one state of the network. In each block, each of the two reads the other. Only
-the video is decoded, scored and trained. Video tokens get the noise of an SDE and have log-probs.
+the video is trained. Video tokens get the noise of an SDE and have log-probs.
 Sound tokens follow the ODE from each sample's own noise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from diffusers import AutoencoderKLLTX2Video, LTX2VideoTransformer3DModel
+from diffusers import (
+    AutoencoderKLLTX2Audio,
+    AutoencoderKLLTX2Video,
+    LTX2VideoTransformer3DModel,
+)
 from diffusers.pipelines.ltx2.pipeline_ltx2 import calculate_shift
+from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder, LTX2VocoderWithBWE
 from torch import Tensor
 
 from digenrl.models import pretrained
@@ -23,7 +28,7 @@ from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
+    from diffusers import DiffusionPipeline, ModelMixin
 
 FRAMES_PER_SECOND, SOUNDS_PER_SECOND = 24.0, 25.0
 """Frames per second of videos (the pipeline's default), and latents per second of sound. Sound has
@@ -31,7 +36,7 @@ FRAMES_PER_SECOND, SOUNDS_PER_SECOND = 24.0, 25.0
 
 
 class LTX2Codec(DiffusersCodec):
-    """Gemma texts through the connectors, videos."""
+    """Gemma texts through the connectors, videos with sound."""
 
     vae_class = AutoencoderKLLTX2Video
     channels = 128
@@ -39,6 +44,12 @@ class LTX2Codec(DiffusersCodec):
     spatial_stride = 32
     temporal_stride = 8
     encoders = (*DiffusersCodec.encoders, "connectors")
+    has_sound = True
+    sound_decoders: ClassVar[Mapping[str, tuple[type[Any], ...]]] = {
+        "audio_vae": (AutoencoderKLLTX2Audio,),
+        "vocoder": (LTX2Vocoder, LTX2VocoderWithBWE),
+    }
+    rate_key = "output_sampling_rate"
 
     @property
     def video_grid(self) -> tuple[int, int, int]:
@@ -87,6 +98,16 @@ class LTX2Codec(DiffusersCodec):
         return vae.decode(video * std / vae.config.scaling_factor + mean, None, return_dict=False)[
             0
         ]
+
+    def decode_waveform(self, decoders: Sequence[ModelMixin], latents: Tensor) -> Tensor:
+        """Decode the tokens of the sound: to a spectrogram, and that to both channels."""
+        autoencoder, vocoder = decoders
+        sound = latents[:, self.video_tokens :]
+        sound = sound * autoencoder.latents_std.to(sound) + autoencoder.latents_mean.to(sound)
+        bins = autoencoder.config.mel_bins // autoencoder.mel_compression_ratio
+        # [B, tokens, channels * bins] -> [B, channels, tokens, bins]
+        spectrogram = sound.unflatten(2, (-1, bins)).transpose(1, 2)
+        return vocoder(autoencoder.decode(spectrogram, return_dict=False)[0])
 
     @classmethod
     def _grid_shape(cls, height: int, width: int, frames: int) -> tuple[int, int, int]:

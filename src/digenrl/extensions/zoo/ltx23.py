@@ -15,8 +15,8 @@ require_diffusers("0.42", LTX2VideoTransformer3DModel="cross_attn_mod")
 class LTX23Policy(LTX2Policy):
     """Policy of LTX-2.3 text-to-video with its sound; arguments in `DiffusersPolicy`.
 
-    Rewards see the video. The sound is trained by what the video reads of it, and by what its
-    tokens do to the log-prob.
+    Under rewards of the video alone, the sound is trained by what the video reads of it, and by
+    what its tokens do to the log-prob.
     """
 
     family = "ltx23"
@@ -33,8 +33,13 @@ class LTX23Policy(LTX2Policy):
         for name in ("to_q", "to_k", "to_v", "to_out.0")
     )
     feed_forward = ("ff.net.0.proj", "ff.net.2", "audio_ff.net.0.proj", "audio_ff.net.2")
+    modalities = ("video", "audio")
     unread = frozenset()
     unused = ()
 
     def add_family_parts(self) -> None:
         self.drawn = None
+
+    def modality_tokens(self, modality: str) -> slice:
+        tokens = self.codec.video_tokens
+        return slice(tokens) if modality == "video" else slice(tokens, None)

@@ -2,15 +2,16 @@
 no guidance.
 
 Latents are rows of 32 numbers, [N, 32]. A token of the video is three of them; each of the two
-channels of sound follows behind with one row per 25 ms. Only the video is decoded, scored and
-trained. The sound follows the ODE, on noise levels of its own.
+channels of sound follows behind with one row per 25 ms. Only the video is trained. The sound
+follows the ODE, on noise levels of its own.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import cached_property, wraps
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import diffusers
 import torch
@@ -141,6 +142,10 @@ class MiniMaxH3Codec(DiffusersCodec):
     spatial_stride = 32
     temporal_stride = 4
     encoders = ("text_encoder", "tokenizer", "processor")
+    has_sound = True
+    sound_decoders: ClassVar[Mapping[str, tuple[type[Any], ...]]] = {
+        "audio_vae": (diffusers.AutoencoderKLMiniMaxH3Audio,)
+    }
 
     @property
     def token_grid(self) -> tuple[int, int, int]:
@@ -199,6 +204,18 @@ class MiniMaxH3Codec(DiffusersCodec):
         )
         decoded = vae.decode(video * std + mean, return_dict=False)[0]
         return (decoded * pixel_std + pixel_mean) * 2.0 - 1.0
+
+    def decode_waveform(self, decoders: Sequence[ModelMixin], latents: Tensor) -> Tensor:
+        """Decode the rows of each of the two channels of sound by itself."""
+        (autoencoder,) = decoders
+        # [B, 2 * rows, 32] -> [B * 2, 32, rows]
+        sound = latents[:, self.video_rows :].unflatten(1, (2, -1)).flatten(0, 1).transpose(1, 2)
+        mean, std = (
+            sound.new_tensor(values).view(1, -1, 1)
+            for values in (autoencoder.config.latents_mean, autoencoder.config.latents_std)
+        )
+        decoded = autoencoder.decode(sound * std + mean, return_dict=False)[0]  # [B * 2, 1, n]
+        return decoded.unflatten(0, (-1, 2)).flatten(2)
 
     @classmethod
     def check_size(cls, family: str, height: int, width: int, frames: int) -> None:

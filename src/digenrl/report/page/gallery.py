@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from digenrl.report import media
+from digenrl.report.media import Track, encode_mp4
 
 STRIP_FRAMES = 5
 """Frames of a video where only a picture can be shown."""
@@ -44,6 +44,8 @@ class Tile:
     source: NDArray[np.uint8] | None = None
     """[3, H, W]: the image that it was made from, shown at its left; None: the prompt names
     none."""
+    sound: Track | None = None
+    """Sound of a video; None: it was not kept."""
 
     @property
     def is_video(self) -> bool:
@@ -72,11 +74,18 @@ def make_tiles(
     score: NDArray[np.float64],
     rows: Sequence[int],
     sources: Sequence[NDArray[np.uint8]] | NDArray[np.uint8] | None = None,
+    sound: Track | None = None,
 ) -> tuple[Tile, ...]:
     """Return the samples `rows` of media [N, ...], prompts [N], score [N] and, if prompts name
-    images, sources [N]."""
+    images, sources [N], with the sound of the N samples if it was kept."""
     return tuple(
-        Tile(media[row], prompts[row], float(score[row]), None if sources is None else sources[row])
+        Tile(
+            media[row],
+            prompts[row],
+            float(score[row]),
+            None if sources is None else sources[row],
+            None if sound is None else sound.of_row(row),
+        )
         for row in rows
     )
 
@@ -144,9 +153,9 @@ def encode_image(image: Image.Image) -> tuple[str, bytes]:
 
 
 def encode_video(tile: Tile) -> bytes:
-    """Return a video as H.264 MP4, with its source at the left. Raises ImportError without
-    imageio."""
-    return media.encode_mp4(_join_source(tile.source, to_pixels(tile.media)))
+    """Return a video as H.264 MP4, with its sound and with its source at the left. Raises
+    ImportError without imageio."""
+    return encode_mp4(_join_source(tile.source, to_pixels(tile.media)), sound=tile.sound)
 
 
 def score_caption(tile: Tile) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from numpy.typing import NDArray
 
+from digenrl.report.media import Track
 from digenrl.report.page import gallery
 from digenrl.report.page.gallery import Tile
 
@@ -27,6 +28,7 @@ def picture_logger(
     keep: int,
     samples: int,
     sources: Sequence[NDArray[np.uint8]] | None,
+    sound: Track | None = None,
 ) -> Callable[[Logger, int], None]:
     """Return what gives the pictures of an evaluation to a logger, at a step of the logger's.
 
@@ -38,7 +40,7 @@ def picture_logger(
     chosen = {f"eval/{i:02d} {text[:40]}": rows[:samples] for i, (text, rows) in enumerate(first)}
     chosen["eval/best"], chosen["eval/worst"] = gallery.extreme_rows(score, samples)
     shown = {
-        key: gallery.make_tiles(media, prompts, score, rows, sources)
+        key: gallery.make_tiles(media, prompts, score, rows, sources, sound)
         for key, rows in chosen.items()
         if rows
     }

@@ -81,7 +81,10 @@ def samples_to_show(run: Run) -> Showing | None:
     best, worst = (
         tuple(
             map(
-                make_cell, gallery.make_tiles(last.media, last.prompts, score, chosen, last.sources)
+                make_cell,
+                gallery.make_tiles(
+                    last.media, last.prompts, score, chosen, last.sources, last.sound
+                ),
             )
         )
         for chosen in gallery.extreme_rows(score, EXTREMES)
@@ -113,9 +116,8 @@ def _first_cell(
 ) -> Cell | None:
     if prompt not in rows:
         return None
-    return make_cell(
-        gallery.make_tiles(moment.media, moment.prompts, score, rows[prompt][:1], moment.sources)[0]
-    )
+    kept = moment.media, moment.prompts, score, rows[prompt][:1], moment.sources, moment.sound
+    return make_cell(gallery.make_tiles(*kept)[0])
 
 
 def _score_changes(

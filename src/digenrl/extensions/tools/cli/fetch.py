@@ -19,7 +19,7 @@ from pathlib import Path
 from digenrl import config as configuration
 from digenrl.config.help import Arguments, own_command
 from digenrl.config.words import shell_word
-from digenrl.extensions.tools.downloads import IGNORED, Download, find_downloads
+from digenrl.extensions.tools.downloads import Download, find_downloads
 from digenrl.extensions.tools.published import SETS, check_files
 
 _GB = 1e9
@@ -81,7 +81,7 @@ def _announce_download(wanted: Download) -> int:
         files = snapshot_download(
             wanted.repository,
             allow_patterns=list(wanted.files),
-            ignore_patterns=list(IGNORED),
+            ignore_patterns=list(wanted.ignored),
             dry_run=True,
         )
     except GatedRepoError as error:
@@ -146,7 +146,7 @@ def _download_files(wanted: Download) -> str:
     """Download; return the setting that names the file, if the configuration does not name it."""
     from huggingface_hub import snapshot_download
 
-    patterns, left_out = list(wanted.files), list(IGNORED)
+    patterns, left_out = list(wanted.files), list(wanted.ignored)
     folder = Path(
         snapshot_download(wanted.repository, allow_patterns=patterns, ignore_patterns=left_out)
     )
