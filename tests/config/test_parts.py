@@ -27,6 +27,7 @@ from digenrl.config import (
     relations,
     shipped,
     stored,
+    targets,
     validation,
     value_types,
 )
@@ -294,7 +295,7 @@ def test_an_option_that_is_not_there_names_the_nearest_and_all() -> None:
     ],
 )  # fmt: skip
 def test_whether_a_key_is_there_at_any_depth(key: str, there: bool) -> None:
-    assert compose._key_exists({"a": {"b": [1, {"c": 2}]}, "x": None}, key) is there
+    assert targets.has_key({"a": {"b": [1, {"c": 2}]}, "x": None}, key) is there
 
 
 def test_words_are_sorted_into_options_and_values_and_what_is_wrong_is_said() -> None:

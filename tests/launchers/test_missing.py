@@ -27,9 +27,18 @@ def refused(words: list[str]) -> list[str]:
     return str(caught.value).splitlines()
 
 
-@pytest.mark.parametrize("caller", ["make", "digenrl"])
-@pytest.mark.parametrize("experiment", ["wan21_flowgrpo", "flux1_flowgrpo", "sd35_pickscore"])
-@pytest.mark.parametrize("profile", ["", "node_8xh100"])
+# Every pair of values: each row plans twice, and callers differ in words alone.
+@pytest.mark.parametrize(
+    ("experiment", "profile", "caller"),
+    [
+        ("wan21_flowgrpo", "", "make"),
+        ("wan21_flowgrpo", "node_8xh100", "digenrl"),
+        ("flux1_flowgrpo", "", "digenrl"),
+        ("flux1_flowgrpo", "node_8xh100", "make"),
+        ("sd35_pickscore", "", "make"),
+        ("sd35_pickscore", "node_8xh100", "digenrl"),
+    ],
+)
 def test_gpus_come_first_and_the_last_line_goes_on(
     monkeypatch: pytest.MonkeyPatch, experiment: str, profile: str, caller: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping
 from typing import Any, Self
@@ -65,27 +66,28 @@ class Whole(Closed):
         settings.changed({"data.group_size": 8})        # other settings
     """
 
-    _tree: DictConfig = PrivateAttr()
+    _plain: dict[str, object] = PrivateAttr()
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, object] | DictConfig) -> Self:
         """Return the settings of a resolved tree that passed every check."""
-        config = tree if isinstance(tree, DictConfig) else OmegaConf.create(dict(tree))
-        # Read-only, so that nobody changes a value behind the typed fields.
-        OmegaConf.set_readonly(config, True)
-        settings = cls.model_validate(OmegaConf.to_container(config))
-        settings._tree = config
+        plain: Any = OmegaConf.to_container(tree) if isinstance(tree, DictConfig) else dict(tree)
+        settings = cls.model_validate(copy.deepcopy(plain))
+        settings._plain = copy.deepcopy(plain)
         return settings
 
-    @property
+    # Made when it is asked for: OmegaConf makes 10,000 nodes a second, and checks need none.
+    @functools.cached_property
     def tree(self) -> DictConfig:
         """The same keys as a read-only tree, as config.yaml stores them."""
-        return self._tree
+        tree = OmegaConf.create(self._plain)
+        # Read-only, so that nobody changes a value behind the typed fields.
+        OmegaConf.set_readonly(tree, True)
+        return tree
 
     def as_plain(self) -> dict[str, object]:
         """Return a copy of the tree as dicts and lists."""
-        tree: Any = OmegaConf.to_container(self._tree)
-        return dict(tree)
+        return copy.deepcopy(self._plain)
 
     def node_at(self, group: str) -> Any:
         """Return the tree below a dotted key, as a component's constructor takes it.
@@ -93,7 +95,7 @@ class Whole(Closed):
         Raises:
             KeyError: there is no such key.
         """
-        found = OmegaConf.select(self._tree, group, default=_NOTHING)
+        found = OmegaConf.select(self.tree, group, default=_NOTHING)
         if found is _NOTHING:
             raise KeyError(f"{group}: no such key in the settings")
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -60,8 +61,11 @@ def resolve_tree(config: DictConfig) -> tuple[dict[str, object], dict[str, str]]
     """Return `config` as plain dicts and lists with resolved interpolations, and path -> problem of
     the leaves left out."""
     problems: dict[str, str] = {}
+    with suppress(OmegaConfBaseException):
+        whole: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        return _with_text_keys(whole), problems
 
-    # Leaf by leaf: OmegaConf's own `to_container` raises at the first one that it cannot resolve.
+    # Leaf by leaf: `to_container` raises at the first one that it cannot resolve.
     def resolve_leaf(parent: DictConfig | ListConfig, key: Any, path: str) -> object:
         try:
             if OmegaConf.is_missing(parent, key):
@@ -91,6 +95,13 @@ def resolve_tree(config: DictConfig) -> tuple[dict[str, object], dict[str, str]]
         return {name: item for name, item in items.items() if item is not _ABSENT}
 
     return resolve_group(config, ""), problems
+
+
+def _with_text_keys(tree: Any) -> Any:
+    """Return plain dicts and lists with every key of a dict as text."""
+    if isinstance(tree, dict):
+        return {str(key): _with_text_keys(item) for key, item in tree.items()}
+    return [_with_text_keys(item) for item in tree] if isinstance(tree, list) else tree
 
 
 def _leaf_problems(tree: Mapping[str, object], reported: Collection[str]) -> Iterator[str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
@@ -28,7 +28,7 @@ from digenrl.config.paths import absolute_path, absolute_paths, lies_under, type
 from digenrl.config.removed import removal_reason
 from digenrl.config.settings import DERIVED_TRAINER_KEYS, NAMES_ELSEWHERE
 from digenrl.config.shipped import config_directory
-from digenrl.config.targets import walk_nodes
+from digenrl.config.targets import has_key, walk_nodes
 from digenrl.config.validation import keys_of
 from digenrl.config.words import quote_path_word, quote_value, shell_word
 from digenrl.record.redact import MASK, is_secret_name, redact_text
@@ -336,22 +336,9 @@ def _options_with(key: str) -> str:
         inside = key.removeprefix(f"{group.replace('/', '.')}.")
         for name in names if inside != key else ():
             text = (config_directory() / group / f"{name}.yaml").read_text(encoding="utf-8")
-            if _key_exists(yaml.safe_load(text), inside):
+            if has_key(yaml.safe_load(text), inside):
                 found.append(f"{group}={name}")
     return " or ".join(found)
-
-
-def _key_exists(tree: object, key: str) -> bool:
-    for part in re.split(r"\.|\[|\]\.?", key):
-        if part == "":
-            continue
-        if isinstance(tree, Mapping) and part in tree:
-            tree = tree[part]
-        elif isinstance(tree, list) and part.isdigit() and int(part) < len(tree):
-            tree = tree[int(part)]
-        else:
-            return False
-    return True
 
 
 def apply_values(config: DictConfig, values: Sequence[Override], config_name: str) -> list[str]:
@@ -365,7 +352,7 @@ def apply_values(config: DictConfig, values: Sequence[Override], config_name: st
     problems: list[str] = []
     for override in values:
         key, value = override.key_or_group, override.value()
-        if not (override.is_add() or override.is_force_add() or _key_exists(tree, key)):
+        if not (override.is_add() or override.is_force_add() or has_key(tree, key)):
             problems.append(known.unknown_message(key, "" if override.is_delete() else value))
             continue
         try:

@@ -14,19 +14,24 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from digenrl.config.targets import walk_nodes
+from digenrl.config.targets import has_key, walk_nodes
 
 # ${key}, ${..key} relative to the node, ${oc.select:key,default}.
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(?P<key>\.*[\w.\[\]-]+)(?:,[^{}]*)?\}")
 _NOTHING = object()
 
 
-def copies_of(tree: DictConfig) -> dict[str, str]:
+def copies_of(tree: DictConfig, resolved: object) -> dict[str, str]:
     """Return copy -> source for each key of an unresolved tree that holds nothing but another key's
     value.
 
-    >>> copies_of(OmegaConf.create({"a": 3, "b": {"c": "${a}", "d": "x ${a}"}}))
+    >>> tree = OmegaConf.create({"a": 3, "b": {"c": "${a}", "d": "x ${a}"}})
+    >>> copies_of(tree, resolved_plain(tree))
     {'b.c': 'a'}
+
+    Args:
+        resolved: the tree as dicts and lists, every reference resolved. Keys whose reference leads
+            nowhere are absent.
     """
     found = {}
     for path, value in walk_nodes(OmegaConf.to_container(tree, resolve=False)):
@@ -35,7 +40,7 @@ def copies_of(tree: DictConfig) -> dict[str, str]:
             continue
         source = _from_root(path, reference["key"])
         # A key with dots in its name has no dotted path that leads back to it.
-        if _NOTHING not in (_value_at(tree, path), _value_at(tree, source)):
+        if has_key(resolved, path) and has_key(resolved, source):
             found[path] = source
     return found
 

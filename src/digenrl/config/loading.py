@@ -142,9 +142,8 @@ def _load_checked(argv: Sequence[str], config_name: str, stored: Path | None) ->
     allow, confirmed = (
         command_line_list(key, words, tree) for key in ("allow_targets", "confirm_hosts")
     )
-    # Before interpolations become values.
-    copies = copies_of(tree)
     plain, unresolved = resolve_tree(tree)
+    copies = copies_of(tree, plain)
     if run is None:  # paths that interpolations make
         for path, _, absolute in list(absolute_paths(plain, config_name)):
             *around, last = parts_of(path)

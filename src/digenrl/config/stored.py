@@ -22,6 +22,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from digenrl.config.checks import resolve_tree
 from digenrl.config.command_settings import schema_of
 from digenrl.config.compose import compose_config, group_options, parse_words
 from digenrl.config.copies import copies_of
@@ -164,7 +165,7 @@ def _add_missing_keys(tree: DictConfig) -> list[str]:
         ["schedule=sync", *([f"experiment={experiment}"] if known else [])],
     )
     if "copies" not in tree:  # of a run from before they were stored
-        tree["copies"] = copies_of(defaults)
+        tree["copies"] = copies_of(defaults, resolve_tree(defaults)[0])
     added: dict[str, Any] = {}
     for key in (key for key, its in keys_of(schema_of("train")).items() if its.required):
         head, _, leaf = key.rpartition(".")

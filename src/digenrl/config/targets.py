@@ -20,6 +20,7 @@ so that an alias such as `mine.os.system` leads nowhere.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -69,6 +70,21 @@ def walk_nodes(tree: object, path: str = "") -> Iterator[tuple[str, object]]:
     elif isinstance(tree, (list, tuple)):
         for index, item in enumerate(tree):
             yield from walk_nodes(item, f"{path}[{index}]")
+
+
+def has_key(tree: object, key: str) -> bool:
+    """Return whether plain dicts and lists have a dotted key, such as `reward.rewards[0].path`. A
+    key with dots in its own name has no such path."""
+    for part in re.split(r"\.|\[|\]\.?", key):
+        if part == "":
+            continue
+        if isinstance(tree, Mapping) and part in tree:
+            tree = tree[part]
+        elif isinstance(tree, list) and part.isdigit() and int(part) < len(tree):
+            tree = tree[int(part)]
+        else:
+            return False
+    return True
 
 
 def find_targets(tree: object) -> Iterator[tuple[str, object, Mapping[str, object]]]:

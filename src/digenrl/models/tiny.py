@@ -12,6 +12,7 @@ libraries, same files.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -143,14 +144,17 @@ def build_pipeline(facts: Facts | str, folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+@functools.cache  # each version is read from the library's metadata, which takes 5 ms
+def _library_versions() -> tuple[str, ...]:
+    names = ("diffusers", "transformers", "tokenizers", "torch")
+    return tuple(f"{name}=={version(name)}" for name in names)
+
+
 def _build_digest(facts: Facts) -> str:
     files = (Path(__file__), Path(tokenizers.__file__), tokenizers.DATA, _SHARED_FILE)
     parts = [path.read_bytes() for path in files] + [json.dumps(facts.tiny).encode()]
-    parts += [
-        # Another version may initialise or save the same build otherwise.
-        f"{name}=={version(name)}".encode()
-        for name in ("diffusers", "transformers", "tokenizers", "torch")
-    ]
+    # Another version may initialise or save the same build otherwise.
+    parts += [library.encode() for library in _library_versions()]
     return hashlib.blake2b(b"\0".join(parts), digest_size=6).hexdigest()
 
 

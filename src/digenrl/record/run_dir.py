@@ -226,6 +226,8 @@ def printable_text(text: str) -> str:
     >>> printable_text("a\x1b]0;b\nc")
     'a\\x1b]0;b\\nc'
     """
+    if text.isprintable():  # nearly every text
+        return text
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
