@@ -186,7 +186,7 @@ FAULTS = (
     Fault(
         "placement: the VAE does not come",
         PIPELINE,
-        "            vae.to(latents.device)",
+        "            decoder.to(device)",
         "            pass",
         "latents of the device meet weights of the CPU",
         PARTS,
@@ -195,8 +195,8 @@ FAULTS = (
     Fault(
         "placement: the VAE does not go",
         PIPELINE,
-        '            vae.to("cpu")',
-        "            pass",
+        '                decoder.to("cpu")',
+        "                pass",
         "memory that the plan gives to activations is taken",
         PARTS,
         "large_decoder",
@@ -376,8 +376,8 @@ FAULTS = (
     Fault(
         "evaluation: media stay on the device",
         ENGINE,
-        "policy.codec.decode(sample(c, draw(keys.INITIAL))).cpu()",
-        "policy.codec.decode(sample(c, draw(keys.INITIAL)))",
+        "policy.codec.decode(latents).cpu()",
+        "policy.codec.decode(latents)",
         "a GPU holds all media of an evaluation",
         PARTS,
         "policy_encodes",

@@ -282,8 +282,8 @@ def resolve_device(device: str) -> torch.device:
     """Return the device: for `auto` the current accelerator, or the CPU without one; anything else
     as torch reads it.
 
-    An accelerator always has an index ("cuda:1", not "cuda"): a scorer is called in another thread
-    than the one that built it, and in that thread device 0 is current.
+    An accelerator always has an index: a scorer is called in another thread than the one that built
+    it, and in that thread device 0 is current.
     """
     resolved = torch.device(accelerator.device_kind() if device == "auto" else device)
     unnumbered = accelerator.is_own(resolved) and resolved.index is None
