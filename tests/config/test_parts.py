@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 from digenrl.config import (
     checks,
     compose,
+    copies,
     errors,
     output_dir,
     relations,
@@ -519,6 +520,18 @@ def test_a_rule_is_silent_about_what_is_absent_or_reported() -> None:
     assert relations.relation_problems(tree, ["allocation.train"]) == [said]
     assert relations.relation_problems({"parallel": {"sharded_trainers": "fsdp"}}) == []
     assert relations.most_rollouts({"min": 1, "max": 4}) == relations.most_rollouts(4) == 4
+
+
+def test_a_key_that_is_no_text_is_refused() -> None:
+    tree = OmegaConf.create({"a": {1: "${b}", "c": "${b}"}, "b": [2]})
+    plain, problems = checks.resolve_tree(tree)
+    assert plain == {"a": {"c": [2]}, "b": [2]}
+    assert [*problems] == ["a.1"]
+
+
+def test_a_default_in_the_place_of_a_missing_source_is_no_copy() -> None:
+    tree = OmegaConf.create({"a": "${oc.select:x,3}", "b": "${oc.select:y,3}", "y": 1})
+    assert copies.copies_of(tree, checks.resolve_tree(tree)[0]) == {"b": "y"}
 
 
 def test_leaves_that_cannot_be_resolved_are_left_out_and_named() -> None:

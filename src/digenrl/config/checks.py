@@ -63,9 +63,11 @@ def resolve_tree(config: DictConfig) -> tuple[dict[str, object], dict[str, str]]
     problems: dict[str, str] = {}
     with suppress(OmegaConfBaseException):
         whole: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-        return _with_text_keys(whole), problems
+        if _has_text_keys(whole):
+            return whole, problems
 
-    # Leaf by leaf: `to_container` raises at the first one that it cannot resolve.
+    # Leaf by leaf: `to_container` raises at the first one that it cannot resolve. Keys that are no
+    # text are looked for as text below, and refused.
     def resolve_leaf(parent: DictConfig | ListConfig, key: Any, path: str) -> object:
         try:
             if OmegaConf.is_missing(parent, key):
@@ -97,11 +99,10 @@ def resolve_tree(config: DictConfig) -> tuple[dict[str, object], dict[str, str]]
     return resolve_group(config, ""), problems
 
 
-def _with_text_keys(tree: Any) -> Any:
-    """Return plain dicts and lists with every key of a dict as text."""
-    if isinstance(tree, dict):
-        return {str(key): _with_text_keys(item) for key, item in tree.items()}
-    return [_with_text_keys(item) for item in tree] if isinstance(tree, list) else tree
+def _has_text_keys(tree: object) -> bool:
+    """Return whether every key of plain dicts and lists is text."""
+    nodes = (node for _, node in walk_nodes(tree))
+    return all(isinstance(key, str) for node in nodes if isinstance(node, dict) for key in node)
 
 
 def _leaf_problems(tree: Mapping[str, object], reported: Collection[str]) -> Iterator[str]:
