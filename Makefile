@@ -133,7 +133,7 @@ test-part: $(STAMP)  ## A tenth of the slow tests, as CI takes one each time. PA
 	$(call need,PART,PART=3/10)
 	@$(PY) -m pytest -q -m "slow and not cluster and not gpu" --part "$$PART" $(ARGS)
 
-test-all: $(STAMP)  ## All tests, slow ones included: at most an hour on two cores
+test-all: $(STAMP)  ## All tests, slow ones included: some three hours on two cores
 	@HYPOTHESIS_PROFILE=random $(PY) -m pytest -q -m "not cluster" $(ARGS)
 
 # A machine without a network brings its own PyTorch, and the rest comes as wheels: then no environment is made.
