@@ -21,6 +21,7 @@ from digenrl import config as configuration
 from digenrl.advisor import Advice, StandIn
 from digenrl.algorithms.base import PolicyModule
 from digenrl.algorithms.grpo import check_kernel
+from digenrl.algorithms.parts import check_routes
 from digenrl.callbacks.loggers import Guarded, Silent, continue_record
 from digenrl.cluster.control import Control
 from digenrl.cluster.world import Session, World
@@ -279,7 +280,7 @@ def check_parts(settings: Settings) -> None:
             rewards = settings.node_at("reward").get("rewards") or {}
             routes = {name: entry.get("for") for name, entry in rewards.items()}
             if isinstance(algorithm, type) and issubclass(algorithm, PolicyModule):
-                algorithm.check_routes(routes, model)
+                check_routes(routes, model, algorithm.__name__, algorithm.splits_parts)
         if problems := unscorable_prompts(
             settings.node_at("reward"), asked.items(), settings.callbacks, evaluated
         ):

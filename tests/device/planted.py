@@ -186,8 +186,8 @@ FAULTS = (
     Fault(
         "placement: the VAE does not come",
         PIPELINE,
-        "            decoder.to(device)",
-        "            pass",
+        "        decoder.to(device)",
+        "        pass",
         "latents of the device meet weights of the CPU",
         PARTS,
         "policy_encodes",
@@ -195,8 +195,8 @@ FAULTS = (
     Fault(
         "placement: the VAE does not go",
         PIPELINE,
-        '                decoder.to("cpu")',
-        "                pass",
+        '            decoder.to("cpu")',
+        "            pass",
         "memory that the plan gives to activations is taken",
         PARTS,
         "large_decoder",

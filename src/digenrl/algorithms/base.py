@@ -24,7 +24,14 @@ from digenrl.algorithms.advantages import Advantage, reward_statistics
 from digenrl.algorithms.copies import Ema, ParameterCopy
 from digenrl.algorithms.finite import not_finite
 from digenrl.algorithms.meters import Meters
-from digenrl.algorithms.parts import WHOLE, Part, Routes, parts_of
+from digenrl.algorithms.parts import (
+    WHOLE,
+    Part,
+    Routes,
+    advantages_of_parts,
+    check_routes,
+    parts_of,
+)
 from digenrl.algorithms.step_size import small_gradient
 from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.steps import StepSelection
@@ -157,45 +164,10 @@ class PolicyModule(pl.LightningModule):
             for name, own in self.policy.adapter.trained_parameters().items()
         }
 
-    @classmethod
-    def check_routes(cls, routes: Routes, policy: type[Policy]) -> None:
-        """Raise ValueError for a reward of a modality that the model does not train, or if the
-        algorithm has one advantage for a whole sample."""
-        for name, asked in routes.items():
-            if asked is None:
-                continue
-            key = f"reward.rewards.{name}.for = [{', '.join(asked)}]"
-            if unknown := [each for each in asked if each not in policy.modalities]:
-                trained = " and ".join(policy.modalities) or "one modality"
-                raise ValueError(
-                    f"{key}: {policy.family} trains {trained}, and no {unknown[0]} of its own; "
-                    "leave `for` out, or take a model that trains both "
-                    "(docs/models_and_rewards.md)."
-                )
-            if not cls.splits_parts:
-                raise ValueError(
-                    f"{key}: {cls.__name__} has one loss over video and sound together, which "
-                    "takes one advantage; use algorithm=nft or rvm, or leave `for` out."
-                )
-
     def route_rewards(self, routes: Routes) -> None:
         """Give each modality the advantage of its own rewards. Raises as `check_routes`."""
-        self.check_routes(routes, type(self.policy))
+        check_routes(routes, type(self.policy), type(self).__name__, self.splits_parts)
         self.parts = parts_of(routes, self.policy)
-
-    def by_part(self, advantages: Tensor) -> Iterable[tuple[Part, Tensor]]:
-        """Return each part with its advantages [b], of those that `cell_losses` is given."""
-        return zip(self.parts, advantages.reshape(len(advantages), -1).unbind(1), strict=True)
-
-    def part_advantages(
-        self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]
-    ) -> Tensor:
-        """Return [P, G, parts] fp32: 0 where no reward moves a part. Arguments as of
-        `useful_samples`."""
-        own = [part.own_weights(weights) for part in self.parts]
-        nothing = torch.zeros_like(next(iter(rewards.values())))
-        found = [self.advantage(rewards, each).values if each else nothing for each in own]
-        return torch.stack(found, dim=-1)
 
     def useful_samples(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
         """Return [P, G] bool: samples whose cells can have a gradient. rewards as in `TrainBatch`;
@@ -219,7 +191,9 @@ class PolicyModule(pl.LightningModule):
         The gradient does not depend on the order and size of micro-batches. A micro-batch without
         blocks costs nothing and gives no parameter a gradient.
         """
-        advantages = self.part_advantages(batch.rewards, batch.reward_weights)
+        advantages = advantages_of_parts(
+            self.parts, self.advantage, batch.rewards, batch.reward_weights
+        )
         # Lightning calls backward on every loss. Without blocks nothing else gives this one a
         # graph.
         total = torch.zeros((), device=self.device, requires_grad=not batch.blocks)

@@ -89,8 +89,8 @@ class Ema:
     """Exponential moving average of the trained parameters, for evaluation and export; rollouts use
     the raw weights.
 
-    After n optimizer steps, if n + 1 is a multiple of `every`: copy = d*copy + (1-d)*parameter with
-    d = min((1+n)/(10+n), `decay`)^`times` (yifan123/flow_grpo ema.py:33-56: decay 0.9, every 8).
+    After n optimizer steps, if n + 1 is a multiple of `every`: copy = d*copy + (1-d)*parameter.
+    There d = min((1+n)/(10+n), `decay`)^`times` (yifan123/flow_grpo ema.py:33-56: 0.9, 8).
     Flow-GRPO averages at every micro-batch: `times=m` equals that for updates of m micro-batches.
     """
 

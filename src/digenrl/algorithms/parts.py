@@ -6,9 +6,13 @@ modality.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from digenrl.algorithms.advantages import Advantage
 from digenrl.models.policy import Policy
 
 Routes = Mapping[str, Sequence[str] | None]
@@ -23,8 +27,8 @@ class Part:
     stop: int | None = None
     """Along the first latent dimension; None: its end."""
     share: float = 1.0
-    """Share of the sample's numbers, as a mean over all of them weighs the part; 0 where no reward
-    moves it, so that its part of the loss has no gradient."""
+    """Share of the sample's numbers, by which a mean over all of them weighs the part. 0: no reward
+    moves it, and its part of the loss has no gradient."""
     rewards: frozenset[str] | None = None
     """Rewards that move it; None: all."""
 
@@ -53,7 +57,57 @@ def parts_of(routes: Routes, policy: Policy) -> tuple[Part, ...]:
     total, parts = policy.latent_shape[0], []
     for modality in policy.modalities:
         own = frozenset(n for n, asked in routes.items() if asked is None or modality in asked)
-        tokens = policy.modality_tokens(modality)
+        tokens = policy.codec.modality_tokens(modality)
         start, stop, _ = tokens.indices(total)
         parts.append(Part(start, stop, (stop - start) / total if own else 0.0, own))
     return tuple(parts)
+
+
+def check_routes(routes: Routes, policy: type[Policy], algorithm: str, splits: bool) -> None:
+    """Check that every reward may move what its `for` names.
+
+    Args:
+        algorithm: name of the algorithm, for messages.
+        splits: whether its loss takes an advantage for each part.
+
+    Raises:
+        ValueError: the model does not train a modality that `for` names, or the algorithm has one
+            advantage for a whole sample.
+    """
+    for name, asked in routes.items():
+        if asked is None:
+            continue
+        key = f"reward.rewards.{name}.for = [{', '.join(asked)}]"
+        if unknown := [each for each in asked if each not in policy.modalities]:
+            trained = " and ".join(policy.modalities) or "one modality"
+            raise ValueError(
+                f"{key}: {policy.family} trains {trained}, and no {unknown[0]} of its own; leave "
+                "`for` out, or take a model that trains both (docs/models_and_rewards.md)."
+            )
+        if not splits:
+            raise ValueError(
+                f"{key}: {algorithm} has one loss over video and sound together, which takes one "
+                "advantage; use algorithm=nft or rvm, or leave `for` out."
+            )
+
+
+def by_part(parts: Sequence[Part], advantages: Tensor) -> Iterable[tuple[Part, Tensor]]:
+    """Return each part with its advantages [b], of advantages [b] or [b, parts]."""
+    return zip(parts, advantages.reshape(len(advantages), -1).unbind(1), strict=True)
+
+
+def advantages_of_parts(
+    parts: Sequence[Part],
+    advantage: Advantage,
+    rewards: Mapping[str, Tensor],
+    weights: Mapping[str, float],
+) -> Tensor:
+    """Return [P, G, parts] fp32: 0 where no reward moves a part.
+
+    Args:
+        rewards: name -> [P, G], as in `TrainBatch`; weights: name -> weight in the sum.
+    """
+    own = [part.own_weights(weights) for part in parts]
+    nothing = torch.zeros_like(next(iter(rewards.values())))
+    found = [advantage(rewards, each).values if each else nothing for each in own]
+    return torch.stack(found, dim=-1)

@@ -100,6 +100,10 @@ class Codec(ABC):
         default."""
         return None
 
+    def modality_tokens(self, modality: str) -> slice:
+        """Return where the tokens of one of `Policy.modalities` are in packed latents [N, C]."""
+        raise NotImplementedError(f"{self.family} has modalities and no `modality_tokens`.")
+
     def trim_condition(self, condition: Condition) -> Condition:
         """Return the kept conditioning (on the CPU) as `encode` gives it. A family may leave out
         what no row reads.

@@ -155,7 +155,7 @@ class DiffusersCodec(Codec):
 
     def decode_waveform(self, decoders: Sequence[ModelMixin], latents: Tensor) -> Tensor:
         """Decode the sound in [B, *L] in the VAE's dtype by `sound_decoders` -> [B, channels,
-        samples]. A family with such decoders overrides this."""
+        samples]. Families with `sound_decoders` override this."""
         raise NotImplementedError(f"{self.family} has `sound_decoders` and no `decode_waveform`.")
 
     def encode_latents(self, vae: ModelMixin, pixels: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class DiffusersCodec(Codec):
         """Decode [B, *L] -> images [B, C, H, W] or videos [B, F, C, H, W] in [0, 1] fp32; see
         `decode_pixels`."""
         vae = self._vae
-        with self._moved_to(latents.device, vae), torch.no_grad():
+        with _moved_to(latents.device, [vae], self.offload_encoders), torch.no_grad():
             rows = [
                 self.decode_latents(vae, part.to(self.vae_dtype))
                 for part in latents.split(self._decoded_together)
@@ -259,25 +259,13 @@ class DiffusersCodec(Codec):
         if not self.sound_decoders:
             return super().decode_sound(latents)
         decoders = self._sound_decoders
-        with self._moved_to(latents.device, *decoders), torch.no_grad():
+        with _moved_to(latents.device, decoders, self.offload_encoders), torch.no_grad():
             rows = [
                 self.decode_waveform(decoders, part.to(self.vae_dtype))
                 for part in latents.split(self._decoded_together)
             ]
         rate = int(decoders[-1].config[self.rate_key])
         return Sound(torch.cat(rows).float().clamp(-1, 1), rate)
-
-    @contextmanager
-    def _moved_to(self, device: torch.device, *decoders: ModelMixin) -> Iterator[None]:
-        """Bring decoders to the device for the body. Large ones leave afterwards if encoders do."""
-        # Moving asks every module, which costs as much as a small picture: only where it must.
-        away = [decoder for decoder in decoders if decoder.device != device]
-        for decoder in away:
-            decoder.to(device)
-        yield
-        for decoder in away if self.offload_encoders else ():
-            if sum(p.nbytes for p in decoder.parameters()) > STAYS:
-                decoder.to("cpu")
 
     @torch.no_grad()
     def encode_media(self, images: Sequence[PromptImage]) -> Tensor:
@@ -369,3 +357,18 @@ class DiffusersCodec(Codec):
             part = pretrained.load_component(kind, self.path, name, self.vae_dtype)
             found.append(part.requires_grad_(False))
         return tuple(found)
+
+
+@contextmanager
+def _moved_to(
+    device: torch.device, decoders: Sequence[ModelMixin], offload: bool
+) -> Iterator[None]:
+    """Bring decoders to the device for the body. With `offload`, large ones leave afterwards."""
+    # Moving asks every module, which costs as much as a small picture: only where it must.
+    away = [decoder for decoder in decoders if decoder.device != device]
+    for decoder in away:
+        decoder.to(device)
+    yield
+    for decoder in away if offload else ():
+        if sum(p.nbytes for p in decoder.parameters()) > STAYS:
+            decoder.to("cpu")

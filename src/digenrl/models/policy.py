@@ -88,8 +88,8 @@ class Policy(nn.Module, ABC):
     """Number of leading tokens of packed latents that an SDE draws, see `Kernel.transition`; None:
     all."""
     modalities: ClassVar[tuple[str, ...]] = ()
-    """Modalities that are trained beside each other ("video", "audio"), see `modality_tokens`. ():
-    one, which has no name."""
+    """Modalities that are trained beside each other ("video", "audio"), see
+    `Codec.modality_tokens`. (): one, which has no name."""
     own_levels: ClassVar[bool] = False
     """Whether the tokens that are not drawn have noise levels of their own, see `paced`. Methods
     that noise clean samples refuse such a family."""
@@ -196,10 +196,6 @@ class Policy(nn.Module, ABC):
         A family overrides this method instead of `__init__`: the configuration's keys are checked
         against the arguments of `__init__`, which `**kwargs` would hide.
         """
-
-    def modality_tokens(self, modality: str) -> slice:
-        """Return where the tokens of one of `modalities` are in packed latents [N, C]."""
-        raise NotImplementedError(f"{self.family} has `modalities` and no `modality_tokens`.")
 
     def wrap_units(self) -> list[nn.Module]:
         """Return the blocks that FSDP wraps one by one, of the trained network and of the reference

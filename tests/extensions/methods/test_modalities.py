@@ -28,6 +28,13 @@ VIDEO, AUDIO = {"video": ["video"], "audio": ["audio"]}, {"both": None, "audio":
 SEEN, HEARD = slice(2), slice(2, None)
 
 
+class Layout:
+    """Two tokens of video, then the sound."""
+
+    def modality_tokens(self, modality: str) -> slice:
+        return {"video": SEEN, "audio": HEARD}[modality]
+
+
 class Streams(ToyPolicy):
     """A toy of two tokens of video and one of sound, which begins away from its base."""
 
@@ -35,12 +42,10 @@ class Streams(ToyPolicy):
 
     def __init__(self) -> None:
         super().__init__()
+        self.codec = Layout()
         with torch.no_grad():
             self.transformer[2].bias.add_(0.3)
         self.velocities: list[Tensor] = []
-
-    def modality_tokens(self, modality: str) -> slice:
-        return {"video": SEEN, "audio": HEARD}[modality]
 
     def velocity(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         found = super().velocity(latents, sigmas, condition)

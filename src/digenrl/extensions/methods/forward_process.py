@@ -17,6 +17,7 @@ from torch import Tensor
 from digenrl.algorithms.base import CommonArguments, PolicyModule
 from digenrl.algorithms.copies import ParameterCopy
 from digenrl.algorithms.objectives import mean_dims
+from digenrl.algorithms.parts import advantages_of_parts
 from digenrl.extensions.methods.noised import NoisedCells
 from digenrl.models.policy import Policy
 from digenrl.types import TrainBatch
@@ -109,7 +110,8 @@ class ForwardProcess(PolicyModule):
     ) -> Tensor:
         """Return [P, G] bool: samples with an advantage. What `useful` may say where the loss is A
         times something."""
-        return (self.part_advantages(rewards, weights) != 0).any(dim=-1)
+        found = advantages_of_parts(self.parts, self.advantage, rewards, weights)
+        return (found != 0).any(dim=-1)
 
 
 class WithOldPolicy(ForwardProcess):

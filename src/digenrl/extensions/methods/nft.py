@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from digenrl.algorithms.base import CommonArguments
-from digenrl.algorithms.parts import Part
+from digenrl.algorithms.parts import Part, by_part
 from digenrl.extensions.methods.forward_losses import nft_loss
 from digenrl.extensions.methods.forward_process import STREAM, OldPolicySchedule, WithOldPolicy
 from digenrl.extensions.methods.noised import noise_cells
@@ -83,6 +83,7 @@ class NFT(WithOldPolicy):
             weighed = cells.sigma[None], own[:, None], self.beta, self.max_advantage
             return part.share * nft_loss(velocity, earlier, noisy, clean, *weighed)
 
-        losses = torch.stack([part_loss(*each) for each in self.by_part(advantages)]).sum(dim=0)
+        parts = by_part(self.parts, advantages)
+        losses = torch.stack([part_loss(*each) for each in parts]).sum(dim=0)
         self.count_drift(new, old, live)
         return losses + self.kl_term(new, reference, live)

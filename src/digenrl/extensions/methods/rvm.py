@@ -13,6 +13,7 @@ from typing import Literal, Unpack, get_args
 from torch import Tensor
 
 from digenrl.algorithms.base import CommonArguments
+from digenrl.algorithms.parts import by_part
 from digenrl.extensions.methods.forward_losses import rvm_loss
 from digenrl.extensions.methods.forward_process import STREAM, ForwardProcess
 from digenrl.extensions.methods.noised import noise_cells, uniform_levels
@@ -64,7 +65,7 @@ class RVM(ForwardProcess):
         new = cells.predict_velocity(self.policy)
         self.kl_term(new.detach(), reference, live)  # counted; its gradient is the anchor's
         coefficient = new.new_zeros(len(new), 1, new.shape[2])  # of each token
-        for part, own in self.by_part(advantages):
+        for part, own in by_part(self.parts, advantages):
             bounded = own.clamp(-self.max_advantage, self.max_advantage)
             coefficient[:, :, part.tokens] = self.scale * bounded[:, None, None]
         return rvm_loss(new, cells.target, coefficient, reference, self.kl_weight)

@@ -109,6 +109,10 @@ class LTX2Codec(DiffusersCodec):
         spectrogram = sound.unflatten(2, (-1, bins)).transpose(1, 2)
         return vocoder(autoencoder.decode(spectrogram, return_dict=False)[0])
 
+    def modality_tokens(self, modality: str) -> slice:
+        tokens = self.video_tokens
+        return slice(tokens) if modality == "video" else slice(tokens, None)
+
     @classmethod
     def _grid_shape(cls, height: int, width: int, frames: int) -> tuple[int, int, int]:
         """Return (frames, rows, columns) of the video's tokens."""

@@ -39,7 +39,3 @@ class LTX23Policy(LTX2Policy):
 
     def add_family_parts(self) -> None:
         self.drawn = None
-
-    def modality_tokens(self, modality: str) -> slice:
-        tokens = self.codec.video_tokens
-        return slice(tokens) if modality == "video" else slice(tokens, None)
