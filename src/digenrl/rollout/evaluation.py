@@ -75,9 +75,9 @@ class FixedSamples:
             before_step: as in `RolloutEngine.evaluate_prompts`.
             before_piece: called with the number of each piece before it is drawn.
             noise: also draw a sample with the noise of rollouts for the first prompt of each of the
-                first `NOISY_PIECES` entries of `numbers`, on every rank: sharded weights need equal
-                forwards. `Pictures.noisy` keeps only those of pieces 0 .. NOISY_PIECES - 1, so the
-                numbers do not depend on which rank draws which piece.
+                first `NOISY_PIECES` entries of `numbers`. Every rank does so, because sharded
+                weights need equal forwards. `Pictures.noisy` keeps only those of pieces
+                0 .. NOISY_PIECES - 1, so that no number depends on which rank draws a piece.
         """
         parts, kl_samples = [], self.kl_samples if engine.policy.adapter.has_reference else 0
         for place, number in enumerate(numbers):

@@ -84,7 +84,7 @@ class Link(Protocol):
 
 
 class PeerLine:
-    """Filter of the messages of one connection, at one of its ends. A subclass can delay, compress
+    """Filter of a connection's messages, at either end. A subclass can delay, compress
     or replace messages. Called in the link's threads."""
 
     def prepare_outgoing(self, message: Message) -> Message:
