@@ -202,10 +202,6 @@ KEYS: dict[str, Case] = {
         ["logger.wandb.project=x"],
         ["logger.wandb.project = x", "it comes with logger=wandb."],
     ),
-    "key of another SDE": (
-        ["algorithm.sde.eta=0.3"],
-        ["algorithm.sde.eta = 0.3", "nothing sets it here (algorithm/sde=dance", "adds it"],
-    ),
     "unbalanced list": (["schedule.shares=[1,2"], ["schedule.shares=[1,2", "cannot be read"]),
     "unknown flag": (["--seed=3"], ["--seed=3", "unknown option", "without dashes", "--help"]),
     "sweep without -m": (["seed=1,2"], ["seed=1,2", "several values need a sweep", "-m"]),

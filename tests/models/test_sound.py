@@ -1,5 +1,6 @@
 """Families with sound: the waveform of their latents is that of diffusers' own pipeline."""
 
+# Its experiments need digenrl.extensions.methods.
 from __future__ import annotations
 
 from pathlib import Path
