@@ -129,25 +129,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.fixture(scope="session")
-def open_files() -> dict[str, int]:
-    """How many files this process may keep open before garbage is looked for that holds them."""
-    return {"most": 50}
-
-
 @pytest.fixture(scope="module", autouse=True)
-def searched_once(open_files: dict[str, int]) -> Iterator[None]:
-    """What a file of tests leaves behind is searched once, too; all of it where it keeps more files
+def searched_once() -> Iterator[None]:
+    """What a file of tests leaves behind is searched once, too; all of it where it keeps files
     open, which tests of limits and of ranks would inherit."""
     yield
-    process = psutil.Process()
-    searches_all = process.num_fds() > open_files["most"]
-    if searches_all:
+    if psutil.Process().num_fds() > 50:
         gc.unfreeze()
     gc.collect()
     gc.freeze()
-    if searches_all:  # those that are still open are no garbage, so the next file finds none either
-        open_files["most"] = process.num_fds() + 10
 
 
 def pytest_unconfigure() -> None:
