@@ -34,8 +34,7 @@ from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import ModelKeys, Policy
 from digenrl.record.redact import redact
 from digenrl.record.run_dir import append_event
-from digenrl.rewards.needs import needs_sound, placed_scorers, unscorable_prompts
-from digenrl.rewards.placement import PLACEMENTS
+from digenrl.rewards.needs import PLACEMENTS, needs_sound, placed_scorers, unscorable_prompts
 from digenrl.rollout.engine import SamplingSpec
 from digenrl.schedule import ScheduleSpec
 from digenrl.schedule.speeds import relative_shares

@@ -19,6 +19,8 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _Scorer = tuple[str, str, Mapping[str, Any]]
 _KEYS = {"rewards": ("scorer", "weight", "placement", "for"), "heldout": ("scorer", "placement")}
 """Group of scorers -> keys of an entry."""
+PLACEMENTS = ("inline", "thread", "process", "managed", "http")
+"""Values of the key `placement` of a reward."""
 MODALITIES = ("video", "audio")
 """Values of the key `for` of a reward."""
 _MOST = 20

@@ -7,12 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from digenrl.rewards.managed import ManagedScorer
-from digenrl.rewards.needs import needs_sound
+from digenrl.rewards.needs import PLACEMENTS, needs_sound
 from digenrl.rewards.process import ProcessScorer
 from digenrl.rewards.protocol import Scorer, build_scorer, plain_node
 from digenrl.rewards.remote import RemoteScorer
-
-PLACEMENTS = ("inline", "thread", "process", "managed", "http")
 
 
 def place_scorer(

@@ -15,8 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from digenrl.config.settings import ModelSettings, Settings
-from digenrl.rewards.needs import needs_sound, placed_scorers, scorers_and_statistics
-from digenrl.rewards.placement import PLACEMENTS
+from digenrl.rewards.needs import (
+    PLACEMENTS,
+    needs_sound,
+    placed_scorers,
+    scorers_and_statistics,
+)
 from digenrl.rewards.published import WEIGHTS, files_read
 
 if TYPE_CHECKING:
