@@ -179,8 +179,11 @@ class PolicyModule(pl.LightningModule):
     ) -> Tensor:
         """Return [P] bool: groups whose samples do not all score alike, every group unless
         `rewarded`; arguments as of `useful_samples`."""
-        own = [each for part in self.parts if (each := part.own_weights(weights))]
-        found = [self.advantage.teaching_groups(rewards, each) for each in own]
+        found = [
+            self.advantage.teaching_groups(rewards, part.own_weights(weights))
+            for part in self.parts
+            if part.share
+        ]
         return torch.stack(found).any(dim=0) | (not self.rewarded)
 
     # ---- one micro-batch

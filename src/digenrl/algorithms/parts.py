@@ -102,12 +102,14 @@ def advantages_of_parts(
     rewards: Mapping[str, Tensor],
     weights: Mapping[str, float],
 ) -> Tensor:
-    """Return [P, G, parts] fp32: 0 where no reward moves a part.
+    """Return [P, G, parts] fp32: 0 where no reward moves a part. Raises as `advantage` does.
 
     Args:
         rewards: name -> [P, G], as in `TrainBatch`; weights: name -> weight in the sum.
     """
-    own = [part.own_weights(weights) for part in parts]
     nothing = torch.zeros_like(next(iter(rewards.values())))
-    found = [advantage(rewards, each).values if each else nothing for each in own]
+    found = [
+        advantage(rewards, part.own_weights(weights)).values if part.share else nothing
+        for part in parts
+    ]
     return torch.stack(found, dim=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from digenrl import config as configuration
-from digenrl.algorithms.advantages import Advantage
 from digenrl.algorithms.parts import WHOLE, Part
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.extensions.methods.forward_losses import nft_loss
@@ -20,8 +20,9 @@ from digenrl.extensions.methods.noised import NoisedCells
 from digenrl.extensions.methods.rvm import RVM
 from digenrl.parts import check_parts
 from digenrl.types import TrainBatch
-from tests.algorithms.fit import ADAMW, grpo
+from tests.algorithms.fit import grpo
 from tests.algorithms.toy_policy import ToyPolicy, roll
+from tests.extensions.methods.forward import build
 from tests.models.tiny_policies import BOTH
 
 VIDEO, AUDIO = {"video": ["video"], "audio": ["audio"]}, {"both": None, "audio": ["audio"]}
@@ -56,17 +57,8 @@ class Streams(ToyPolicy):
 
 
 def made(kind: Any, policy: ToyPolicy, **changes: Any) -> Any:
-    arguments: dict[str, Any] = {
-        "sde": FlowSDE(0.0),
-        "train_steps": NoiseLevels(size=3),
-        "optimizer": ADAMW,
-        "advantage": Advantage(),
-        "seed": 0,
-        "kl_weight": 0.0,
-    }
-    if kind is NFT:
-        arguments["old_policy"] = OldPolicySchedule()
-    module = kind(policy, **(arguments | changes))
+    old: dict[str, Any] = {"old_policy": OldPolicySchedule()} if kind is NFT else {}
+    module: Any = build(kind, policy, **(old | changes))
     module.on_train_start()
     with torch.no_grad():  # away from the old policy too
         policy.transformer[2].bias.add_(0.2)
@@ -207,3 +199,11 @@ def test_a_configuration_is_refused_before_any_rank_starts(tmp_path: Path) -> No
             check_parts(settings)
     fits = ["experiment=zimage_turbo_nft", f"model={BOTH}", "sampling=ltx2_512x768x121"]
     check_parts(configuration.load([*fits, *words, route]).settings)
+
+
+def test_a_batch_without_optimised_rewards_is_refused_and_not_trained_by_zeros() -> None:
+    policy = Streams()
+    item = replace(batch_of(policy, ["a"]), reward_weights={})
+    for module in (made(NFT, policy), grpo(policy)):
+        with pytest.raises(ValueError, match="must be non-empty"):
+            module.training_step(item, 0)
