@@ -34,7 +34,7 @@ from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import ModelKeys, Policy
 from digenrl.record.redact import redact
 from digenrl.record.run_dir import append_event
-from digenrl.rewards.needs import PLACEMENTS, needs_sound, placed_scorers, unscorable_prompts
+from digenrl.rewards.needs import scorers_of_sound, unscorable_prompts
 from digenrl.rollout.engine import SamplingSpec
 from digenrl.schedule import ScheduleSpec
 from digenrl.schedule.speeds import relative_shares
@@ -292,12 +292,11 @@ def _check_sound(settings: Settings, model: type[Policy]) -> None:
     """Raise ValueError for a reward of sound with a model that makes none."""
     if model.codec_class.has_sound:
         return
-    for key, _, node in placed_scorers(settings.node_at("reward"), " ".join(PLACEMENTS)):
-        if needs_sound(node):
-            raise ValueError(
-                f"{key}: scores sound, and {model.family} makes none; take a model with sound "
-                "(docs/models_and_rewards.md), or another reward."
-            )
+    if keys := scorers_of_sound(settings.node_at("reward")):
+        raise ValueError(
+            f"{keys[0]}: scores sound, and {model.family} makes none; take a model with sound "
+            "(docs/models_and_rewards.md), or another reward."
+        )
 
 
 def _check_lora(model: type[Policy], node: ModelKeys) -> None:

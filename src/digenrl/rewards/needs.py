@@ -114,6 +114,13 @@ def needs_sound(scorer: object) -> bool:
         return False
 
 
+def scorers_of_sound(reward: Mapping[str, object]) -> list[str]:
+    """Return the dotted keys of the scorers of the group `reward` that need sound, wherever they
+    are placed."""
+    everywhere = placed_scorers(reward, " ".join(PLACEMENTS))
+    return [key for key, _, node in everywhere if needs_sound(node)]
+
+
 def gpus_of(node: Mapping[str, Any]) -> int:
     """Return the GPUs that a scorer takes in a process of its own, from its YAML node.
 

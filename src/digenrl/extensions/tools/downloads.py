@@ -15,12 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from digenrl.config.settings import ModelSettings, Settings
-from digenrl.rewards.needs import (
-    PLACEMENTS,
-    needs_sound,
-    placed_scorers,
-    scorers_and_statistics,
-)
+from digenrl.rewards.needs import placed_scorers, scorers_and_statistics, scorers_of_sound
 from digenrl.rewards.published import WEIGHTS, files_read
 
 if TYPE_CHECKING:
@@ -74,8 +69,7 @@ class Download:
 def find_downloads(settings: Settings) -> tuple[list[Download], list[str]]:
     """Return what a checked configuration needs from the hub, and a line for each thing that lies
     elsewhere. What is on this machine as a file or directory is left out."""
-    everywhere = placed_scorers(settings.node_at("reward"), " ".join(PLACEMENTS))
-    listen = any(needs_sound(node) for _, _, node in everywhere)
+    listen = bool(scorers_of_sound(settings.node_at("reward")))
     found, elsewhere = list(_model_download(settings.model, listen)), list[str]()
     served = {key for key, _, _ in placed_scorers(settings.node_at("reward"), "managed")}
     for key, what, node in scorers_and_statistics(
