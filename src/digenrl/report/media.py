@@ -6,6 +6,7 @@ import math
 import tempfile
 import wave
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +49,15 @@ def encode_mp4(
     # yuv420p, which every player shows, needs even sides: the last row or column is repeated where
     # one is odd.
     odd = ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0))
-    options: dict[str, Any] = {"fps": fps, "codec": "libx264", "macro_block_size": 1}
+    options: dict[str, Any] = {"codec": "libx264", "macro_block_size": 1}
     even = np.pad(frames, odd, mode="edge")
+    write = partial(imageio.imwrite, "<bytes>", even, plugin="FFMPEG", extension=".mp4", **options)
     if sound is None:
-        return imageio.imwrite("<bytes>", even, plugin="FFMPEG", extension=".mp4", **options)
+        return write(fps=fps)
     with tempfile.NamedTemporaryFile(suffix=".wav") as file:
         write_wav(file.name, sound)
-        options["fps"] = len(frames) * sound.rate / sound.samples.shape[-1]
-        heard = {"audio_path": file.name, "audio_codec": "aac", "ffmpeg_log_level": "error"}
-        return imageio.imwrite(
-            "<bytes>", even, plugin="FFMPEG", extension=".mp4", **options, **heard
-        )
+        fits = len(frames) * sound.rate / sound.samples.shape[-1]
+        return write(fps=fits, audio_path=file.name, audio_codec="aac", ffmpeg_log_level="error")
 
 
 def write_wav(path: str, sound: Track) -> None:
