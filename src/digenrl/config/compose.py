@@ -308,8 +308,11 @@ class KnownKeys:
         if having := _options_with(key):
             return f"{key} = {shown}: no such key here; it comes with {having}."
         # Neither the key's own group nor what lies below the key is what was meant.
-        known = [name for name in self._keys if not lies_under(key, [name])]
-        known = [name for name in known if not lies_under(name, [key])]
+        known = [
+            name
+            for name in self._keys
+            if not lies_under(key, [name]) and not lies_under(name, [key])
+        ]
         close = nearest_name(key, known)
         if close is not None:
             allowed = f", allowed: {self._schema[close].allowed}" if close in self._schema else ""
