@@ -421,6 +421,18 @@ FAMILIES = {family: row for family, row in _ROWS.items() if family in facts_by_f
 """Family -> its row; of the families that are installed."""
 
 
+def drawn_in_one_step(pipeline: Any, codec: Any, **more: Any) -> Any:
+    """What diffusers' own pipeline returns in the codec's size; `more` are arguments of its call."""
+    return pipeline(
+        prompt="a",
+        num_inference_steps=1,
+        output_type="np",
+        height=codec.height,
+        width=codec.width,
+        **more,
+    )
+
+
 def experiments(unusual: bool = False) -> dict[str, str]:
     """Return experiment -> model of configs/ at a family's published size, or of unusual families
     alone."""

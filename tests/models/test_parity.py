@@ -12,6 +12,7 @@ from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import StepPlan
 from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.types import CellBlock
+from tests.models.families import drawn_in_one_step
 from tests.models.tiny_policies import (
     FACTS,
     FAMILIES,
@@ -277,14 +278,7 @@ def test_decode_equals_the_diffusers_pipeline(family):
             vae.latents_mean.fill_(0.3)
             vae.latents_std.fill_(1.7)
     pipeline.scheduler.step = lambda output, t, sample, **_: (sample,)
-    output = pipeline(
-        prompt="a",
-        num_inference_steps=1,
-        output_type="np",
-        height=policy.codec.height,
-        width=policy.codec.width,
-        **more,
-    )
+    output = drawn_in_one_step(pipeline, policy.codec, **more)
     decoded = row.shown(torch.from_numpy(np.asarray(output[0])))
     ours = policy.codec.decode(latents).movedim(-3, -1)
     assert (decoded - ours).abs().max() <= 1e-5

@@ -14,6 +14,7 @@ from digenrl.extensions.tools.downloads import find_downloads
 from digenrl.models import pretrained
 from digenrl.models import tiny as tiny_builds
 from digenrl.parts import check_parts
+from tests.models.families import drawn_in_one_step
 from tests.models.tiny_policies import BOTH, HEARD, ROWS, make
 
 
@@ -57,14 +58,7 @@ def test_sound_equals_that_of_the_diffusers_pipeline(family: str) -> None:
     if isinstance(getattr(pipeline.audio_vae, "latents_mean", None), torch.Tensor):
         given, of = latents[:, policy.codec.video_tokens :], pipeline.audio_vae
         more["audio_latents"] = given * of.latents_std + of.latents_mean
-    output = pipeline(
-        prompt="a",
-        num_inference_steps=1,
-        output_type="np",
-        height=policy.codec.height,
-        width=policy.codec.width,
-        **more,
-    )
+    output = drawn_in_one_step(pipeline, policy.codec, **more)
     sound, theirs = policy.codec.decode_sound(latents), torch.as_tensor(output[1]).float()
     assert sound.waveform.dtype == torch.float32
     assert sound.waveform.shape == theirs.shape
