@@ -171,7 +171,7 @@ def sample(
         restore_module(module, checkpoint)
     asked = as_prompts(prompts)
     with nullcontext() if checkpoint is None else module.averaged():
-        media, _ = ode_samples(
+        media = ode_samples(
             policy.eval(), sampling_spec(composed.settings), asked, samples, seed, steps
         )
     texts = tuple(prompt.text for prompt in asked for _ in range(samples))

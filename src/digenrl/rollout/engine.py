@@ -92,6 +92,22 @@ def ode_samples(
     seed: int,
     steps: int | None = None,
     before_step: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """Media as in `Pictures`; arguments as in `RolloutEngine.evaluate_prompts`. Model cards of
+    exports call it."""
+    asked = policy, sampling, prompts, samples_per_prompt, seed, steps, before_step
+    return decoded_samples(*asked)[0]
+
+
+@torch.no_grad()
+def decoded_samples(
+    policy: Policy,
+    sampling: SamplingSpec,
+    prompts: Sequence[Prompt],
+    samples_per_prompt: int,
+    seed: int,
+    steps: int | None = None,
+    before_step: Callable[[], None] = lambda: None,
     listen: bool = False,
 ) -> tuple[Tensor, Sound | None]:
     """Media and, with `listen`, sound as in `Pictures`; other arguments as in
@@ -309,7 +325,7 @@ class RolloutEngine:
         """
         listen = self._rewards.needs_sound(heldout=True)
         asked = self.sampling, prompts, samples_per_prompt, seed, steps, before_step
-        media, sound = ode_samples(self.policy, *asked, listen)
+        media, sound = decoded_samples(self.policy, *asked, listen)
         rows = tuple(prompt for prompt in prompts for _ in range(samples_per_prompt))
         kl = torch.full((len(prompts), samples_per_prompt), torch.nan)  # [prompts, samples]
         if kl_samples:

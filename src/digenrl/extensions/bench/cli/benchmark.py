@@ -445,7 +445,7 @@ def _make_images(work: BenchmarkWork, own: Sequence[Item], rank: int) -> None:
             earlier_run.restore_module(module, read_checkpoint(work.checkpoint))
         with nullcontext() if name == "base" else module.averaged():
             for done, item in enumerate(missing[name]):
-                media, _ = ode_samples(
+                media = ode_samples(
                     policy.eval(), sampling, [Prompt(item.prompt)], work.samples, seed
                 )
                 _write_media(work.image_files(folder, item), media, work.suite, item)
