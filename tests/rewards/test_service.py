@@ -423,5 +423,7 @@ def test_images_go_once_to_a_scorer_that_asks_and_never_to_another():
         refused = post(url, frames.encode_request(media, asked, "request", images=True))
         assert refused.status_code == 422
         assert "64x64 pixels" in refused.json()["error"]
+        with pytest.raises(RewardError, match=r"HTTP 422: .*64x64 pixels.*: check service"):
+            RemoteScorer([url])(media, asked)
         client.close()
         without.close()

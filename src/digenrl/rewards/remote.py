@@ -367,7 +367,8 @@ class RemoteScorer:
                 raise _Retry(endpoint, cause, response.status_code, after_s)
             endpoint.failures = 0
             if response.status_code != 200:
-                raise RewardError(_refusal_text(method, url, response))
+                cause = await self._refusal_cause(response)
+                raise RewardError(_refusal_text(method, url, response, cause))
             raw = bytearray()
             if response.headers.get("Content-Encoding", "identity") != "identity":
                 raise RewardUnavailable(f"{url}: the answer is compressed, which was not asked for")
@@ -413,7 +414,7 @@ def _retry_seconds(retry_after: str | None) -> float | None:
     return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
-def _refusal_text(method: str, url: str, response: httpx.Response) -> str:
+def _refusal_text(method: str, url: str, response: httpx.Response, cause: str) -> str:
     remedy = {
         401: "set the token's environment variable to the service's token",
         403: "set the token's environment variable to the service's token",
@@ -423,4 +424,4 @@ def _refusal_text(method: str, url: str, response: httpx.Response) -> str:
         response.status_code,
         "redirects are not followed" if response.is_redirect else "check service and URL",
     )
-    return f"{method} {url} answered HTTP {response.status_code}: {remedy}."
+    return f"{method} {url} answered HTTP {response.status_code}{cause}: {remedy}."
