@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,10 @@ import torch
 
 from digenrl import run
 from digenrl.cluster.world import World
+from digenrl.rollout.engine import Generation
 from digenrl.schedule.scheduler import Scheduler
+from digenrl.strategy.shared import Fragment
+from digenrl.transport.cells import StepBoard
 from tests.strategy.processes import (
     FULL,
     Cluster,
@@ -38,12 +43,31 @@ HSDP = ("parallel.sharding=hsdp", "parallel.shard_group=2")
 
 
 def lend_after_an_update(rank: run.Rank, world: World) -> None:
-    """Let trainers lend between updates whatever the search says, while rollouts take their
-    time."""
-    strategy = rank.strategy
-    strategy.on_bubble = lambda board, pending: int(strategy.state.updates_done > 0)  # type: ignore[method-assign]
-    Scheduler.opens = lambda *args: 0  # type: ignore[method-assign, assignment]
+    """Let trainers lend between updates whatever the search says. Rollouts keep the second group
+    back until a trainer waits for it: on a slow machine it would be ready before the first
+    update."""
+    strategy, folder = rank.strategy, rank.strategy.session.run_dir
     slow_rollouts(rank, world, seconds=0.1)
+    take_step = strategy.engine.take_step
+
+    def lend_then(board: StepBoard, pending: Sequence[Fragment]) -> int:
+        if strategy.state.updates_done == 0:
+            return 0
+        (folder / f"waiting-{strategy.state.version}").touch()
+        return 1
+
+    def take_late_step(generation: Generation) -> Generation:
+        marker = folder / f"waiting-{generation.task.step}"
+        deadline = time.monotonic() + (1.0 if generation.task.group > 0 else 0.0)
+        # No longer: between two denoising steps a rollout sends what it has of the first group.
+        while time.monotonic() < deadline and not marker.exists():
+            time.sleep(0.01)
+        return take_step(generation)
+
+    strategy.on_bubble = lend_then  # type: ignore[method-assign]
+    Scheduler.opens = lambda *args: 0  # type: ignore[method-assign, assignment]
+    if not world.is_trainer:
+        strategy.engine.take_step = take_late_step  # type: ignore[method-assign]
 
 
 def lent_after_an_update(cluster: Cluster) -> int:
