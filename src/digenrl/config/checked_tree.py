@@ -63,7 +63,7 @@ class Whole(Closed):
         settings = load(["experiment=digits_flowgrpo"]).settings
         settings.data.group_size                        # 16, an int
         settings.build("model")                         # the policy
-        settings.changed({"data.group_size": 8})        # other settings
+        settings.with_values({"data.group_size": 8})    # other settings
     """
 
     _plain: dict[str, object] = PrivateAttr()
