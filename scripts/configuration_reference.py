@@ -70,6 +70,7 @@ def _listed(rows: Mapping[str, tuple[str, Key]], grouped: bool) -> Iterator[str]
         allowed = re.sub(r">= (\S+) and <= (\S+)", r"\1 .. \2", its.allowed)
         for long, short in _SHORT.items():
             allowed = allowed.replace(long, short)
+        allowed = re.sub(r"\b_[a-z]+_(=\w+)?", r"`\g<0>`", allowed)  # or Markdown slants it
         mark = " *" if grouped and may_change(key) else ""
         value = f" = `{default}`" if default else ""
         group = key.partition(".")[0] if grouped and "." in key else ""

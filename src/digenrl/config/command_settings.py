@@ -43,7 +43,7 @@ class ScoreSettings(ScorerSettings):
     prompts: PromptFile
     """Prompts, one a line, in the order of the files."""
     output: File | None
-    """File of the scores, as JSON. null: outputs/scores/<time>.json."""
+    """File of the scores, as JSON. null: outputs/scores/TIME.json."""
     heldout: bool
     """Whether the mixture's held-out rewards are computed too."""
     batch: AtLeast1

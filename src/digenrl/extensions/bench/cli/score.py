@@ -4,7 +4,7 @@
 
 File i of the folder is scored against prompt i of the prompt file (one a line). Files are taken in
 order of name, 2.png before 10.png. Hidden files and what is no picture are left out. Prints a
-table and writes outputs/scores/<time>.json (output=FILE: elsewhere): `scores` is a list of {file,
+table and writes outputs/scores/TIME.json (output=FILE: elsewhere): `scores` is a list of {file,
 prompt, score, rewards}, `score` the mixture's weighted sum (null = missing). Every key of
 configs/score.yaml may follow as key=value. The last line of standard output is that file's path.
 """
