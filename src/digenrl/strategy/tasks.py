@@ -265,7 +265,7 @@ class TaskRunner:
         """Hand what was made to the scorer; wait while too many tasks wait for theirs
         (`reward.pending`)."""
         task, spans, handed = made.generation.task, self._spans, self._spans.now()
-        with spans.progress.stage("wait reward"):  # inline, the suite's own mark lies inside
+        with spans.stage("wait reward"):  # inline, the suite's own mark lies inside
             scored = self._engine.score(made.generation, made.media)
         # Scoring begins with a copy of the media, which waits for the device's work on this task.
         spans.record_finished()
