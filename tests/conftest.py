@@ -56,6 +56,7 @@ DELETED = frozenset(os.environ.get("DIGENRL_TESTS_WITHOUT", "").split())
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let a command run a part of the tests: `--part 3/10` is the fourth of ten."""
     parser.addoption("--part", metavar="K/N", help="run the K-th of N parts, counted from 0")
+    parser.addoption("--round", metavar="R", help="order of a part that is not run to its end")
 
 
 def in_part(name: str, part: str) -> bool:
@@ -114,11 +115,14 @@ def _extensions_needed(path: Path) -> frozenset[str]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the asked part. Tests of processes and heavy ones first, so that no worker waits for
-    another's last one."""
+    another's last one; with `--round`, each round has an order of its own."""
     if part := config.getoption("part"):
         left_out = [item for item in items if not in_part(item.nodeid, part)]
         items[:] = [item for item in items if in_part(item.nodeid, part)]
         config.hook.pytest_deselected(items=left_out)
+    if (drawn := config.getoption("round")) is not None:
+        items.sort(key=lambda item: zlib.crc32(f"{drawn} {item.nodeid}".encode()))
+        return
     items.sort(key=lambda item: not any(map(item.get_closest_marker, ("processes", "heavy"))))
 
 
