@@ -61,7 +61,7 @@ def test_every_picture_is_drawn_and_in_the_report(built: Path) -> None:
     for name in PICTURES:
         with Image.open(built / name) as picture:
             assert min(picture.size) > 200
-            assert len(set(picture.convert("L").getdata())) > 10
+            assert sum(map(bool, picture.convert("L").histogram())) > 10, "gray levels"
     page = read_page(built / "report.html")
     drawn = [image for image in page.images if image.startswith("data:image/png;base64,")]
     assert len(drawn) > len(PICTURES)  # and the gallery's
