@@ -4,15 +4,19 @@ weights are read."""
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.handshake import Handshake
@@ -152,10 +156,93 @@ def test_a_pair_that_is_far_slower_than_the_profile_is_a_warning(
             "allocation.rollouts=1",
         ]
     )
-    agreement._report_pairs(given.settings, session, ["a", "b"], {(0, 1): 2.5})
-    assert "a and b: 2.5 GB/s" in caplog.text
-    assert "the profile says 1e+03: choose another network.interface" in caplog.text
+    agreement._report_pairs(given.settings, session, ["a", "b"], {(0, 1): 0.1})
+    assert "a and b: 0.1 GB/s" in caplog.text
+    assert "profile says 1e+03 and one connection can reach 1.2: choose another" in caplog.text
     assert "a and b" in (session.run_dir / "events.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("profile", "speeds", "slow"),
+    [
+        # A healthy InfiniBand network: one TCP connection reaches a part of its 25 GB/s.
+        (25.0, [2.0, 1.9, 2.1], []),
+        # The slowest that one connection may be: a fifth of CONNECTION_GB_S.
+        (25.0, [0.25, 0.25, 0.25], []),
+        (25.0, [0.2, 0.2, 0.2], ["0.2", "0.2", "0.2"]),
+        (25.0, [2.0, 0.1, 2.0], ["0.1"]),
+        # Fast enough for a connection in general, but not for these machines.
+        (25.0, [2.0, 0.35, 2.0], ["0.35"]),
+        # No connection is faster than the network, and the profile of this one says so.
+        (0.5, [2.0, 0.11, 0.4], []),
+        (0.5, [0.4, 0.09, 0.4], ["0.09"]),
+    ],
+)
+def test_a_pair_is_judged_by_what_one_connection_can_reach(
+    session: Session,
+    caplog: pytest.LogCaptureFixture,
+    profile: float,
+    speeds: list[float],
+    slow: list[str],
+) -> None:
+    given = load(
+        [
+            *TINY,
+            f"hardware.pools.local.inter_gb_s={profile}",
+            "allocation.trainers=1",
+            "allocation.rollouts=2",
+        ]
+    )
+    found = dict(zip([(0, 1), (0, 2), (1, 2)], speeds, strict=True))
+    agreement._report_pairs(given.settings, session, ["a", "b", "c"], found)
+    warned = [record.getMessage() for record in caplog.records]
+    assert [text.partition(": ")[2].partition(" ")[0] for text in warned] == slow
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("wrong", [False, True])
+def test_trainers_compute_together_before_they_read_weights(session: Session, wrong: bool) -> None:
+    """Two processes with gloo. A second trainer that gives a wrong number stands for a network that
+    changes what it carries."""
+    store = StoreClient(*session.store)
+
+    def gather_wrongly() -> None:
+        own = StoreClient(*session.store)  # torch keeps no reference to it
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore("probe/trainers", own),
+            rank=1,
+            world_size=2,
+            timeout=timedelta(seconds=20),
+        )
+        number = torch.tensor([5.0])
+        dist.all_reduce(number.clone())
+        dist.all_gather([torch.zeros(1), torch.zeros(1)], number)
+
+    def be_trainer(rank: int) -> None:
+        if wrong and rank == 1:
+            return gather_wrongly()
+        try:
+            agreement.check_collectives(World(rank, 2, 0), session, StoreClient(*session.store))
+        except RuntimeError as error:
+            StoreClient(*session.store).set(f"said/{rank}", str(error))
+        return None
+
+    context = multiprocessing.get_context("fork")
+    started = [context.Process(target=be_trainer, args=(rank,), daemon=True) for rank in range(2)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(60.0)
+    assert [process.exitcode for process in started] == [0, 0]
+    said = store.read_values(["said/0", "said/1"])
+    if not wrong:
+        assert said == [None, None]
+        return
+    assert said[1] is None
+    text = (said[0] or b"").decode()
+    assert "trainer 0 gathered [1.0, 5.0] and summed 6, expected [1.0, 2.0] and 3" in text
+    assert "NCCL_P2P_DISABLE=1" in text
 
 
 def test_other_words_on_one_machine_end_all_before_weights_are_read(session: Session) -> None:
