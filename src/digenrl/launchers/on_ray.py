@@ -30,7 +30,7 @@ from digenrl import devices, extras
 from digenrl.cluster.access import ACCESS
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
-from digenrl.cluster.launcher import PlacementError, RankMain, run_rank
+from digenrl.cluster.launcher import MACHINE_LOST, PlacementError, RankMain, run_rank
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.network import Network
 from digenrl.cluster.signals import end_with_parent
@@ -220,8 +220,22 @@ class RayRank:
             connection.wait([self.sentinel], timeout)
 
     def _note_exit(self, call: Future[int]) -> None:
-        self.exitcode = call.result() if call.exception() is None else -signal.SIGKILL
+        error = call.exception()
+        self.exitcode = call.result() if error is None else code_of_loss(error)
         os.close(self._ends)
+
+
+def code_of_loss(error: BaseException) -> int:
+    """Return the exit code for an actor that Ray lost: `MACHINE_LOST`, or SIGKILL's for its
+    process alone.
+
+    Ray names the node whose death it has seen. Of a machine that was just cut off it knows nothing
+    yet, and calls the actor unavailable.
+    """
+    from ray.exceptions import ActorUnavailableError
+
+    gone = isinstance(error, ActorUnavailableError) or "its node has died" in str(error)
+    return MACHINE_LOST if gone else -signal.SIGKILL
 
 
 def driver_host(address: str | None) -> str:
