@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import pickle
+import platform
 import shutil
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +22,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from digenrl.cluster.access import Access
 from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.limits import Limits
+from digenrl.cluster.members import CREDENTIALS
 from digenrl.cluster.network import Network
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.world import Session, World
@@ -33,6 +39,8 @@ from digenrl.launchers.agreement import (
     find_differences,
 )
 from digenrl.launchers.job import newest_checkpoint
+from digenrl.launchers.joining import JoinRequest, check_agreement
+from digenrl.launchers.on_ray import RayLauncher
 from digenrl.launchers.places import Place
 from tests.launchers.scheduled import Processes, srun, summary, words
 from tests.strategy.processes import TINY
@@ -251,6 +259,83 @@ def test_other_words_on_one_machine_end_all_before_weights_are_read(session: Ses
     assert "differs from process 0 on " in raised[2]
     assert "seed = 7 (the run's: 0)" in raised[2]
     assert all("seed = 7" in raised[process] for process in (0, 1))
+
+
+def test_a_rank_of_ray_agrees_with_its_driver_before_it_takes_a_gpu(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The body of a rank travels as Ray sends it. Patched facts stand for another machine's."""
+    settings = load([*TINY, "launch=ray"]).settings
+    driver, fitted = socket.gethostname(), list[int]()
+    sent = pickle.dumps(RayLauncher(settings).rank_main(partial(_note_rank, fitted)))
+    control = Control(StoreClient(*session.store), 0)
+
+    def be_rank(rank: int) -> None:
+        body = pickle.loads(sent)  # noqa: S301  # its own bytes
+        body(World(rank, 1, 2), session)
+        fitted.extend(body.args[2].args[0])
+
+    be_rank(0)
+    assert fitted == [0]
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setattr(platform, "machine", lambda: "sparc")
+    be_rank(1)
+    assert fitted == [0, 1]
+    text = (session.run_dir / "events.jsonl").read_text()
+    assert "processors of several kinds" in text
+    assert "sparc on elsewhere" in text
+    monkeypatch.setenv("HF_HOME", str(session.run_dir / "none"))
+    with pytest.raises(ValueError, match="none: no such directory on elsewhere"):
+        be_rank(2)
+    assert fitted == [0, 1]
+    monkeypatch.delenv("HF_HOME")
+    monkeypatch.setattr(torch, "__version__", "0.1")
+    monkeypatch.setattr(torch.version, "cuda", "99.1")
+    with pytest.raises(
+        ValueError,
+        match=rf"on elsewhere from the driver on {driver}: torch is 0\.1 \(there: .*"
+        r"CUDA is 99\.1 \(there: ",
+    ):
+        be_rank(2)
+    assert "rank 2 (rollout): " in str(control.get("abort")), "a rollout would only be replaced"
+
+
+def test_the_ranks_that_ray_puts_on_one_machine_share_its_memory(session: Session) -> None:
+    settings = load([*TINY, "launch=ray"]).settings
+    many = shutil.disk_usage(agreement.SHARED_MEMORY).total // 2**20 // agreement.SHARED_MIB_A_RANK
+    Control(StoreClient(*session.store), 0).add(f"seated/{socket.gethostname()}", many - 1)
+    own = agreement.facts_of(settings)
+    agreement.compare_with_driver(own, settings, World(0, 2, 0), session, gpus=True)
+    with pytest.raises(ValueError, match=rf"for {many + 1} ranks.*--shm-size=1g"):
+        agreement.compare_with_driver(own, settings, World(1, 2, 0), session, gpus=True)
+
+
+def test_a_rollout_that_joins_agrees_with_the_run(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load([*TINY, "allocation.trainers=1", "allocation.rollouts=1"]).settings
+    shown = json.dumps(asdict(agreement.facts_of(settings)))
+    Control(StoreClient(*session.store), 0).set(CREDENTIALS, shown)
+    access = Access(session.store_host, session.store_port, session.handshake.token, 0.0)
+    request = JoinRequest(access, settings, session.run_dir, 0)
+    here = socket.gethostname()
+    check_agreement(request, agreement.facts_of(settings))
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    check_agreement(request, agreement.facts_of(settings))
+    monkeypatch.setattr(torch.version, "cuda", "99.1")
+    with pytest.raises(
+        ValueError, match=rf"on elsewhere differs from .* on {here}: CUDA is 99\.1 \(there: "
+    ):
+        check_agreement(request, agreement.facts_of(settings))
+    monkeypatch.undo()
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setenv("HF_HOME", str(session.run_dir / "none"))
+    with pytest.raises(ValueError, match="none: no such directory on elsewhere"):
+        check_agreement(request, agreement.facts_of(settings))
+
+
+def _note_rank(fitted: list[int], world: World, session: Session) -> None:
+    fitted.append(world.rank)
 
 
 @pytest.mark.processes

@@ -157,7 +157,7 @@ class Launch(Terms):
     handshake: Handshake = field(default_factory=Handshake)
     """The run's token, new for each run, and the limits for connections."""
     credentials: Mapping[str, object] = field(default_factory=dict)
-    """Values that a rollout must show to join (`members.Credentials`); {}: none can join."""
+    """Facts that a rollout that joins must share (`launchers.agreement`); {}: none can join."""
     limits: Limits = field(default_factory=Limits)
     """How long ranks are waited for."""
     on_tick: Callable[[Callable[[], dict[int, str]]], None] = field(default=lambda states: None)

@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
 
 from digenrl.cluster.claims import StoredClaims
 from digenrl.cluster.control import Control
@@ -30,17 +29,7 @@ from digenrl.record.run_dir import JOINED, LEFT, LOST, append_event
 from digenrl.schedule.claims import ClaimError, Claims
 
 CREDENTIALS = "credentials"
-"""Store key of the values that a joining rank must show."""
-
-
-class Credentials(TypedDict):
-    """What a rank shows that joins, and the run compares: both have the same code and the same
-    configuration."""
-
-    code: str
-    configuration: dict[str, object]
-    """Dotted key -> value, without a machine's own keys."""
-
+"""Store key of the facts with which a joining rank compares its own, as JSON."""
 
 _TOGETHER_S = 0.5
 """Seconds between a rollout's request to leave and the grant. A stop of the whole run may reach its
