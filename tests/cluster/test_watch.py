@@ -31,7 +31,7 @@ from digenrl.schedule import ScheduleSpec, version_queue
 from digenrl.schedule.claims import Claims
 
 TASKS = version_queue(ScheduleSpec(2, 2, 2, 4, 3), 0, 0)
-LIMITS = Limits(stage_factor=None, silent_s=8.0, join_s=20.0, stage_floor_s=40.0, absent_s=5.0)
+LIMITS = Limits(stage_factor=None, silent_s=8.0, start_s=20.0, stage_floor_s=40.0, absent_s=5.0)
 TERM, LAST = signal.SIGTERM, "the last rollout"
 KILLED = "was killed by signal 9 (SIGKILL; sent from outside, not for lack of memory)"
 
@@ -448,7 +448,7 @@ MORE: dict[str, tuple[Any, dict[str, Any], Any, dict[Any, float], list[tuple[str
     ),
     "never came": (
         {}, {"pid": None, "silent": {0}},
-        failed("rank 0 (trainer) has not joined (no sign of life for 20 s; raise limits.join_s if it only needs longer)"),
+        failed("rank 0 (trainer) has not joined (no sign of life for 20 s; raise limits.start_s if it only needs longer)"),
         {0: 21.0}, [],
     ),
     "suspended": (
