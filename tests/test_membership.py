@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from digenrl.cli import join
-from digenrl.record import code_version
+from digenrl.launchers import agreement
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.storm import published
 from tests.training import PATIENCE_S, SMALL, Train, commands
@@ -178,6 +180,8 @@ def test_who_does_not_belong_is_refused_with_the_remedy(
 ) -> None:
     train = running(*WORDS, "max_rl_steps=1000", "allocation.rollouts=1", fork=True)
     train.wait_for_step(1)
+    here = socket.gethostname()
+    port = json.loads((train.run_dir / "access.json").read_text())["port"]
 
     def refused(*words: str, run: Path | None = None) -> str:
         assert join.main([f"run={run or train.run_dir}", *words]) == 2
@@ -191,8 +195,20 @@ def test_who_does_not_belong_is_refused_with_the_remedy(
         "data.group_size = 8 (the run's: 4); seed = 3 (the run's: 0). Copy config.yaml anew" in said
     )
     with monkeypatch.context() as patch:
-        patch.setattr(code_version, "code_version", lambda: "another")
-        assert "this is another: start the rollout from the same checkout" in refused()
+        patch.setattr(agreement, "code_version", lambda: "another")
+        patch.setattr(torch.version, "cuda", "99.1")
+        patch.setattr(socket, "gethostname", lambda: "elsewhere")
+        said = refused()
+        assert "code is another (there: digenrl " in said
+        assert "CUDA is 99.1 (there: " in said
+        assert (
+            f"this rollout on elsewhere differs from the run at 127.0.0.1:{port} on {here}" in said
+        )
+        assert "start the rollout from the same checkout and environment" in said
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "elsewhere")
+        patch.setenv("HF_HOME", str(tmp_path / "none"))
+        assert "none: no such directory on elsewhere" in refused()
     assert "give HOST:PORT" in refused("address=here")
     copy = tmp_path / "copy"
     copy.mkdir()

@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from digenrl.config.settings import HardwareSettings
 
+CONNECTION_GB_S = 1.2
+"""GB/s of one TCP connection, from publishing to adopting (benchmarks/publish.py over loopback on
+two processor cores)."""
+
 
 @dataclass(frozen=True)
 class Pool:

@@ -228,8 +228,10 @@ def test_a_rank_that_never_comes_is_named_after_its_time_to_join(tmp_path: Path)
 
         yield start
 
-    limits = Limits(join_s=0.5, abort_s=0.1, leave_s=5.0)
-    said = "has not joined (no sign of life for 0.5 s; raise limits.join_s if it only needs longer)"
+    limits = Limits(start_s=0.5, abort_s=0.1, leave_s=5.0)
+    said = (
+        "has not joined (no sign of life for 0.5 s; raise limits.start_s if it only needs longer)"
+    )
     outcome = launched(1, 0, tell, tmp_path, places=places, limits=limits)
     assert outcome == ("failed", f"rank 0 (trainer) {said}", 1)
 

@@ -22,7 +22,7 @@ from digenrl.cluster import launcher, vitals
 from digenrl.cluster.claims import StoredClaims, note_version
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
-from digenrl.cluster.launcher import Launch, RunOutcome
+from digenrl.cluster.launcher import MACHINE_LOST, Launch, RunOutcome
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.members import Members, end_key
 from digenrl.cluster.store import StoreClient, StoreServer
@@ -31,7 +31,7 @@ from digenrl.schedule import ScheduleSpec, version_queue
 from digenrl.schedule.claims import Claims
 
 TASKS = version_queue(ScheduleSpec(2, 2, 2, 4, 3), 0, 0)
-LIMITS = Limits(stage_factor=None, silent_s=8.0, join_s=20.0, stage_floor_s=40.0, absent_s=5.0)
+LIMITS = Limits(stage_factor=None, silent_s=8.0, start_s=20.0, stage_floor_s=40.0, absent_s=5.0)
 TERM, LAST = signal.SIGTERM, "the last rollout"
 KILLED = "was killed by signal 9 (SIGKILL; sent from outside, not for lack of memory)"
 
@@ -276,7 +276,11 @@ ENDS: dict[str, tuple[Any, dict[str, Any], Any, dict[Any, float]]] = {
     "after a stop": ({1: sets("stop", "x"), 2: die(0)}, {}, ("failed", f"rank 0 (trainer) {KILLED}", 1, False), {}),
     "elsewhere": (
         {2: die(0)}, {"pid": None},
-        failed("rank 0 (trainer) is gone, with its process or its machine; see logs/rank-000.log"), {"abort": 2.0},
+        failed("rank 0 (trainer) is gone with its process; see logs/rank-000.log"), {"abort": 2.0},
+    ),
+    "elsewhere, with all": (
+        {2: die(0, MACHINE_LOST)}, {"pid": None},
+        failed("rank 0 (trainer) is gone with its machine; see logs/rank-000.log"), {"abort": 2.0},
     ),
     "elsewhere, in order": (
         {2: die(0, 0)}, {"pid": None},
@@ -377,6 +381,38 @@ MORE: dict[str, tuple[Any, dict[str, Any], Any, dict[Any, float], list[tuple[str
         {"abort": 4.0},
         [("lost", 1)],
     ),
+    "machines are lost with their tasks": (
+        {
+            1: takes(1), 2: die(1, MACHINE_LOST), 3: takes(2), 4: die(2, MACHINE_LOST),
+            5: both(join(4), takes(4)), 6: part(4), 7: both(join(5), takes(5)), 8: quiet(5),
+            16: both(takes(3), part(5)), 17: done(0, 3),
+        },
+        {"rollouts": 3, "pid": None}, ("completed", None, 0, False), {},
+        [("lost", 1), ("lost", 2), ("joined", 4), ("lost", 4), ("joined", 5), ("lost", 5)],
+    ),
+    "a task is lost twice elsewhere": (
+        {1: takes(1), 2: die(1), 3: takes(2), 4: die(2)}, {"rollouts": 3, "pid": None},
+        failed(
+            f"{TWICE}, which is gone with its process; see logs/rank-002.log: the task itself is the likely cause. "
+            "Look at its prompt and its reward."
+        ),
+        {"abort": 4.0}, [("lost", 1)],
+    ),
+    "a task is lost twice by words of watchers": (
+        {1: both(join(2), takes(2)), 3: part(2, "was killed"), 4: both(join(3), takes(3)), 5: part(3, "was killed")},
+        {},
+        failed(f"{TWICE[:-1]}3, which was killed: the task itself is the likely cause. Look at its prompt and its reward."),
+        {"abort": 5.0}, [("joined", 2), ("lost", 2), ("joined", 3)],
+    ),
+    "a task is lost twice by errors": (
+        {
+            1: both(join(2), takes(2)), 3: both(sets("cause/2", "raised E"), part(2)),
+            4: both(join(3), takes(3)), 5: both(sets("cause/3", "raised E"), part(3)),
+        },
+        {},
+        failed(f"{TWICE[:-1]}3, which raised E: the task itself is the likely cause. Look at its prompt and its reward."),
+        {"abort": 5.0}, [("joined", 2), ("lost", 2), ("joined", 3)],
+    ),
     "a joined one stays too long": (
         {1: join(2), 3: done(0, 1)}, {}, ("completed", None, 0, False), {"end": 13.0}, [("joined", 2)],
     ),
@@ -412,7 +448,7 @@ MORE: dict[str, tuple[Any, dict[str, Any], Any, dict[Any, float], list[tuple[str
     ),
     "never came": (
         {}, {"pid": None, "silent": {0}},
-        failed("rank 0 (trainer) has not joined (no sign of life for 20 s; raise limits.join_s if it only needs longer)"),
+        failed("rank 0 (trainer) has not joined (no sign of life for 20 s; raise limits.start_s if it only needs longer)"),
         {0: 21.0}, [],
     ),
     "suspended": (

@@ -393,16 +393,21 @@ def test_a_task_that_is_suspended_ends_the_job_within_seconds(
 def test_a_task_that_never_joins_is_named_with_the_key(
     tmp_path: Path, processes: Processes
 ) -> None:
-    command = [sys.executable, "-m", "digenrl.cli.train", *words(tmp_path, 1, 1, "limits.join_s=3")]
+    command = [
+        sys.executable,
+        "-m",
+        "digenrl.cli.train",
+        *words(tmp_path, 1, 1, "limits.start_s=20"),
+    ]
     srun(processes, command, 2)
     processes._started[1].send_signal(signal.SIGSTOP)
     assert processes._started[0].wait(timeout=120) == 1, processes.tails()
     found = summary(processes)
     assert (found["status"], found["rl_steps"]) == ("failed", 0)
-    assert (
-        "rank 1 (rollout) has not joined (no sign of life for 3 s; raise limits.join_s"
-        in found["cause"]
-    )
+    # Its heartbeat and its agreement are waited for equally long.
+    said = "rank 1 (rollout) has not joined", "waited 20 s (limits.start_s) for process 1 to agree"
+    assert any(words in found["cause"] for words in said), found["cause"]
+    assert "limits.start_s" in found["cause"]
 
 
 def slurm(tmp_path: Path, srun: str) -> dict[str, str]:

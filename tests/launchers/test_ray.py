@@ -17,8 +17,15 @@ import psutil
 import pytest
 
 from digenrl import config as configuration
+from digenrl.cluster.launcher import MACHINE_LOST
 from digenrl.config.errors import ConfigError
-from digenrl.launchers.on_ray import Places, all_reserved, driver_host, inherited_variables
+from digenrl.launchers.on_ray import (
+    Places,
+    RayRank,
+    all_reserved,
+    driver_host,
+    inherited_variables,
+)
 from tests.training import SMALL, Train, commands
 
 pytestmark = pytest.mark.processes
@@ -130,9 +137,46 @@ def test_nodes_that_are_lost_cost_time_alone(running: Any, cluster: Any) -> None
     cluster.add_node(num_cpus=1, resources={"fix": 1})
     struck.wait_for_step(wait_for(struck, "restart")["rl_step"] + 1)
     assert_as_calm(running, struck, *same)
-    assert "(rollout) is gone, with its process or its machine" in struck.summary["lost"][0]
+    assert "(rollout) is gone with its machine" in struck.summary["lost"][0]
     (restarted,) = struck.summary["restarted"]
-    assert "rank 0 (trainer) is gone, with its process or its machine" in restarted
+    assert "rank 0 (trainer) is gone with its machine" in restarted
+
+
+class Sleeps:
+    """An actor with a process of its own."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def live(self) -> None:
+        time.sleep(1000.0)
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_machine_is_told_from_that_of_a_process(cluster: Any) -> None:
+    """By Ray's own errors: a process that is killed, a node that ends in order, one that is cut
+    off."""
+    import ray
+
+    def live_on(node: str) -> tuple[RayRank, int]:
+        actor: Any = ray.remote(Sleeps).options(num_cpus=0, resources={node: 1}).remote()
+        pid = ray.get(actor.pid.remote())
+        return RayRank(actor, actor.live.remote()), pid
+
+    nodes = {name: cluster.add_node(num_cpus=1, resources={name: 1}) for name in ("a", "b", "c")}
+    ray.init(address=cluster.address, include_dashboard=False, log_to_driver=False)
+    try:
+        (killed, pid), (ended, _), (cut_off, _) = (live_on(node) for node in nodes)
+        os.kill(pid, signal.SIGKILL)
+        killed.join(60.0)
+        cluster.remove_node(nodes["b"], allow_graceful=True)
+        cluster.remove_node(nodes["c"], allow_graceful=False)
+        for rank in (ended, cut_off):
+            rank.join(60.0)
+        codes = [rank.exitcode for rank in (killed, ended, cut_off)]
+        assert codes == [-signal.SIGKILL, MACHINE_LOST, MACHINE_LOST]
+    finally:
+        ray.shutdown()
 
 
 @pytest.mark.slow

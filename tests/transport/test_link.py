@@ -455,6 +455,55 @@ def test_what_is_sent_to_a_lost_rank_is_dropped(
     assert links[0].receive(0.0) is None
 
 
+@contextmanager
+def deaf_peer(controls: list[Control], rank: int) -> Iterator[None]:
+    """Listen as `rank`, let each connection prove itself, and never read from it."""
+    awake = threading.Event()
+    with socket.create_server((HOST, 0)) as listener:
+
+        def never_read(sock: socket.socket, peer: int) -> None:
+            awake.wait(30.0)
+
+        gate = AuthenticatedListener(listener, OURS, f"link {rank}", never_read)
+        controls[0].set(f"address/{rank}", f"{HOST}:{listener.getsockname()[1]}")
+        yield
+        awake.set()
+        gate.close()
+
+
+def test_a_rank_that_is_lost_in_the_middle_of_a_message_holds_nobody_up(
+    controls: list[Control], links: list[SocketLink]
+) -> None:
+    """The machine vanished without a word: its end of the connection takes nothing any more."""
+    with deaf_peer(controls, 9):
+        threading.Timer(1.0, lambda: controls[0].mark_lost(9)).start()
+        began = time.monotonic()
+        flood = threading.Thread(
+            target=lambda: [links[0].send(9, cells(n, 1 << 20)) for n in range(40)], daemon=True
+        )
+        flood.start()
+        flood.join(8.0)
+        outbox, sender = links[0].open_outbox(9)
+        assert not flood.is_alive(), "it waits for a rank that it could know to be lost"
+        assert time.monotonic() - began < 4.0, "each message after the first waits again"
+        sender.join(5.0)
+        assert not sender.is_alive(), "its connection was not closed"
+        assert outbox.qsize() <= 1, "the messages stay in memory"
+        assert links[0].receive(0.0) is None
+
+
+def test_nothing_is_drained_to_a_rank_that_was_lost(
+    controls: list[Control], links: list[SocketLink]
+) -> None:
+    with deaf_peer(controls, 9):
+        for number in range(3):
+            links[0].send(9, cells(number, 1 << 21))
+        threading.Timer(0.5, lambda: controls[0].mark_lost(9)).start()
+        began = time.monotonic()
+        links[0].drain(8.0)
+        assert time.monotonic() - began < 4.0
+
+
 def test_a_peer_that_the_run_goes_on_without_is_given_up_in_silence(
     controls: list[Control], links: list[SocketLink]
 ) -> None:

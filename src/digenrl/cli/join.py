@@ -26,7 +26,6 @@ from digenrl.cluster.access import ACCESS, Access
 from digenrl.cluster.signals import StopSignals, ignore_closed_terminal
 from digenrl.config.commands import to_continue
 from digenrl.config.help import Arguments, RunDirectory, own_command
-from digenrl.config.stored import configuration_identity, find_disagreements
 from digenrl.launchers.reaching import read_access
 from digenrl.record.run_dir import SUMMARY
 
@@ -64,26 +63,13 @@ def join_as_rollout(request: JoinKeys, words: Sequence[str], signals: StopSignal
     from digenrl.cluster.launcher import check_open_files
     from digenrl.cluster.store import StoreLost
     from digenrl.launchers import joining
-    from digenrl.record.code_version import code_version
+    from digenrl.launchers.agreement import facts_of
     from digenrl.settle import begins_with
 
     settings = composed.settings
     trainers, rollouts = begins_with(settings)
     asked = joining.JoinRequest(access, settings, composed.run_dir, request.device)
-    credentials = joining.credentials_of(asked)
-    if credentials["code"] != code_version():
-        raise ValueError(
-            f"the run at {asked.place} runs {credentials['code']}, this is {code_version()}: start "
-            "the rollout from the same checkout and environment as the run."
-        )
-    if different := find_disagreements(
-        credentials["configuration"], configuration_identity(settings.tree)
-    ):
-        raise ValueError(
-            f"{request.run}/config.yaml is not the configuration of the run at {asked.place}: "
-            f"{'; '.join(different)}. "
-            "Copy config.yaml anew from the run's directory, and change nothing."
-        )
+    joining.check_agreement(asked, facts_of(settings))
     devices.check_gpus(
         settings,
         {trainers + rollouts - 1: request.device},

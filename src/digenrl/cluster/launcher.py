@@ -57,6 +57,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 FILES_OF_A_PROCESS, FILES_PER_RANK = 64, 12
 """Open files of one process (libraries, logs, scorers), and connections per rank (to the store and
 to another rank)."""
+MACHINE_LOST = -256
+"""Exit code of a rank whose machine is gone, or out of reach. No signal has this number."""
 EXIT_STOPPED = 75
 """Exit code of a run that asked to stop itself (EX_TEMPFAIL: fix the cause, then resume)."""
 
@@ -74,7 +76,8 @@ class RankProcess(Protocol):
 
     @property
     def exitcode(self) -> int | None:
-        """Exit code; None while the rank lives, negative for the signal that killed it."""
+        """Exit code; None while the rank lives, negative for the signal that killed it, or
+        `MACHINE_LOST`."""
 
     @property
     def sentinel(self) -> int:
@@ -154,7 +157,7 @@ class Launch(Terms):
     handshake: Handshake = field(default_factory=Handshake)
     """The run's token, new for each run, and the limits for connections."""
     credentials: Mapping[str, object] = field(default_factory=dict)
-    """Values that a rollout must show to join (`members.Credentials`); {}: none can join."""
+    """Facts that a rollout that joins must share (`launchers.agreement`); {}: none can join."""
     limits: Limits = field(default_factory=Limits)
     """How long ranks are waited for."""
     on_tick: Callable[[Callable[[], dict[int, str]]], None] = field(default=lambda states: None)
@@ -471,14 +474,16 @@ class _Watch:
                 )
             if rank < self._spec.trainers:
                 return self._fail_run(f"{self._rank_name(rank)} {cause}")
-            self._fail_run(self._members.remove_rollout(rank, cause))
+            lost = code == MACHINE_LOST
+            self._fail_run(self._members.remove_rollout(rank, cause, machine_lost=lost))
 
     def _describe_death(self, rank: int, code: int) -> str | None:
         """Return how a dead rank ended ("was killed by ...", "raised ..."); None if it exited only
         because the run was over."""
-        # On another machine this code stands for every end without an exit code.
+        # On another machine these codes stand for every end without an exit code.
         if code < 0 and self._ranks[rank].pid is None:
-            return f"is gone, with its process or its machine; see logs/rank-{rank:03d}.log"
+            what = "machine" if code == MACHINE_LOST else "process"
+            return f"is gone with its {what}; see logs/rank-{rank:03d}.log"
         if code < 0:
             hint = ""
             if -code == signal.SIGKILL:

@@ -19,13 +19,14 @@ class Limits:
     each other."""
     start_s: float = 1800.0
     """Replaces both limits for a rank's start, for its first time in a stage, and outside of any
-    stage. Also the longest wait for another rank to start."""
+    stage. Also the longest wait for another rank to start, and for the first sign of life of a
+    process on another machine."""
     collective_s: float = 7200.0
     """Longest duration of one collective of the trainers, in which the fast ranks wait for the
     slowest."""
     join_s: float = 120.0
-    """Seconds from the start of process 0 until every process that a scheduler started must have
-    given a sign of life."""
+    """Longest time in which ranks form the group of their broadcasts. Beyond it versions travel as
+    streams."""
     silent_s: float = 30.0
     """Longest time without both heartbeat and processor time. A file server may stall a process, so
     the default is not shorter."""

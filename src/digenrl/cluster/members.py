@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
 
 from digenrl.cluster.claims import StoredClaims
 from digenrl.cluster.control import Control
@@ -30,17 +29,7 @@ from digenrl.record.run_dir import JOINED, LEFT, LOST, append_event
 from digenrl.schedule.claims import ClaimError, Claims
 
 CREDENTIALS = "credentials"
-"""Store key of the values that a joining rank must show."""
-
-
-class Credentials(TypedDict):
-    """What a rank shows that joins, and the run compares: both have the same code and the same
-    configuration."""
-
-    code: str
-    configuration: dict[str, object]
-    """Dotted key -> value, without a machine's own keys."""
-
+"""Store key of the facts with which a joining rank compares its own, as JSON."""
 
 _TOGETHER_S = 0.5
 """Seconds between a rollout's request to leave and the grant. A stop of the whole run may reach its
@@ -145,11 +134,13 @@ class Members:
             refusal = None
             # Closed connections are seen at once, a machine without power only by its silence.
             if rank not in connected:
-                cause = (
-                    self._control.get(end_key(rank))
-                    or "ended without a word: its connections closed"
+                said = self._control.get(end_key(rank))
+                # The watcher outlives its rank by a word. Both are gone at once with their machine.
+                refusal = self.remove_rollout(
+                    rank,
+                    said or "ended without a word: its connections closed",
+                    machine_lost=said is None,
                 )
-                refusal = self.remove_rollout(rank, cause)
             elif silent > self._limits.absent_s:
                 refusal = self.remove_rollout(
                     rank,
@@ -165,7 +156,8 @@ class Members:
         it, or None.
 
         The rollout either left as it was allowed to, or died of `cause`. With `machine_lost`
-        nothing is left of its machine, and its tasks are not suspected.
+        nothing is left of its machine, and its tasks are not suspected unless the rollout had
+        raised an error.
         """
         left = rank in self._granted and self._control.get(f"left/{rank}") is not None
         # First of all: a rank that only seems dead must not finish a task that somebody else is
@@ -189,7 +181,9 @@ class Members:
             tasks = (
                 claims.offer_released_tasks(rank)
                 if left
-                else claims.return_lost_tasks(rank, cause, self._terms.trainers, machine_lost)
+                else claims.return_lost_tasks(
+                    rank, cause, self._terms.trainers, machine_lost and said is None
+                )
             )
         except ClaimError as error:
             return str(error)

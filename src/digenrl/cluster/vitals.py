@@ -218,7 +218,7 @@ class HeartbeatMonitor:
             said = f"stopped responding (it gave no sign of life for {limit:g} s)"
             # Not started yet, as far as this machine can see.
             if pid is None and beat is None:
-                limit, key = self._limits.join_s, "limits.join_s"
+                limit, key = self._limits.start_s, "limits.start_s"
                 said = f"has not joined (no sign of life for {limit:g} s; {suggest_raising(key)})"
             if self._silent[rank].observe(self._seen.get(rank) == sign) > limit:
                 found.setdefault(rank, said)

@@ -151,13 +151,13 @@ class LimitsSettings(Closed):
     wait."""
     start_s: Positive
     """Seconds that replace stage_factor and stage_floor_s while a rank starts and in its first pass
-    through each stage."""
+    through each stage. Also for a first report of every process."""
     collective_s: Positive
     """Seconds that one collective of the trainers may take. The wait for the slowest trainer
     counts."""
     join_s: Positive
-    """Seconds in which a process that torchrun or SLURM started must report, counted from the start
-    of process 0."""
+    """Seconds in which ranks must form the group of their broadcasts. Then weights travel as
+    streams."""
     silent_s: Positive
     """Seconds without heartbeat and CPU time after which a rank counts as dead."""
     absent_s: Positive

@@ -1,10 +1,11 @@
-"""Agreement of the processes that a scheduler started, before any of them reads weights.
+"""Agreement of the processes of a run, before any of them reads weights.
 
     process 0 -> store: its facts            every process compares its own, and says that it agrees
     first processes of nodes, in pairs:      send some MiB over the run's own network, time it
     trainers of several machines:            one all-reduce and one all-gather
 
 A difference ends the run and names both values and both hosts. A slow pair of nodes is a warning.
+Ranks that Ray starts compare themselves with the driver, and a rollout that joins with the run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session, World
 from digenrl.config.settings import Settings
 from digenrl.config.stored import configuration_identity, find_disagreements
-from digenrl.hardware import assign_ranks, parse_hardware
+from digenrl.hardware import CONNECTION_GB_S, assign_ranks, parse_hardware
 from digenrl.launchers.places import Place, process_ranks
 from digenrl.record.code_version import code_version
 from digenrl.record.run_dir import append_event
@@ -44,7 +45,7 @@ MiB by default, with which NCCL fails (NVIDIA's documents ask for --shm-size=1g)
 PROBE_BYTES, PROBE_S = 64 * 2**20, 1.0
 """Most bytes and most seconds of sending between two nodes."""
 SLOW = 5.0
-"""Factor below the profile's `inter_gb_s` from which a pair of nodes is called slow."""
+"""Factor below the expected speed from which a pair of nodes is called slow."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,11 +65,11 @@ class ProcessFacts:
     """Dotted key -> value (`config.stored.identity`)."""
 
 
-def facts_of(settings: Settings, place: Place) -> ProcessFacts:
+def facts_of(settings: Settings, first_on_node: bool = True) -> ProcessFacts:
     """Return the facts of this process."""
     return ProcessFacts(
         socket.gethostname(),
-        place.local_rank == 0,
+        first_on_node,
         {
             "code": code_version(),
             "torch": torch.__version__,
@@ -124,7 +125,7 @@ def compare_processes(settings: Settings, place: Place, world: World, session: S
     """
     store = StoreClient(*session.store)
     control = Control(store, world.rank, session.limits.start_s)
-    own = facts_of(settings, place)
+    own = facts_of(settings, place.local_rank == 0)
     if place.rank == 0:
         control.set("process/0", json.dumps(asdict(own)))
     first = _facts_of_process_0(control)
@@ -148,6 +149,40 @@ def compare_processes(settings: Settings, place: Place, world: World, session: S
         _report_pairs(settings, session, hosts, speeds)
     if world.is_trainer and len(nodes) > 1 and world.trainers > 1:
         check_collectives(world, session, store)
+
+
+def compare_with_driver(
+    driver: ProcessFacts, settings: Settings, world: World, session: Session, gpus: bool
+) -> None:
+    """Compare a rank that a driver started elsewhere with the driver, and check the machine. A
+    refusal ends the run for all, as every further rank on this machine would meet it.
+
+    Args:
+        gpus: whether the ranks of this machine have GPUs.
+
+    Raises:
+        ValueError: this process differs from the driver, or as `check_machine`.
+    """
+    own, control = facts_of(settings), Control(StoreClient(*session.store), world.rank)
+    # Nobody knows how many ranks come to this machine. The last one counts them all.
+    here = control.add(f"seated/{own.host}", 1)
+    if own.architecture != driver.architecture and here == 1:
+        _record_warning(
+            session,
+            f"processors of several kinds: {driver.architecture} on {driver.host}, "
+            f"{own.architecture} on {own.host}",
+        )
+    try:
+        if differences := find_differences(driver, own):
+            raise ValueError(
+                f"it differs on {own.host} from the driver on {driver.host}: "
+                f"{'; '.join(differences)}. Install the driver's digenrl and libraries on every "
+                "node."
+            )
+        check_machine(here, gpus, alone=own.host == driver.host)
+    except ValueError as error:
+        control.abort_run(f"rank {world.rank} ({world.role}): {error}")
+        raise
 
 
 def find_differences(first: ProcessFacts, own: ProcessFacts) -> list[str]:
@@ -289,27 +324,32 @@ def _report_pairs(
     hosts: Sequence[str],
     speeds: Mapping[tuple[int, int], float],
 ) -> None:
-    """Record the speed of each pair of nodes, and warn of pairs that are far slower than the
-    profile says."""
+    """Record the speed of each pair of nodes, and warn of pairs that are far slower than expected.
+
+    Expected is the profile's speed, but no more than one TCP connection can reach: the probe is
+    one, and a 25 GB/s network needs many. A connection reaches `CONNECTION_GB_S`, or what the
+    fastest pair of this run reached.
+    """
     trainers, rollouts = settings.allocation.split
     hardware = parse_hardware(settings.hardware)
     interface = session.network.interface_of(session.host)
     placed = assign_ranks(hardware, trainers, rollouts)
     pools = [placed[rank][0] for rank in process_ranks(hardware, trainers, rollouts)]
-    found = []
+    found, reachable = [], max(CONNECTION_GB_S, *speeds.values())
     for (one, other), speed in sorted(speeds.items()):
         found.append({"hosts": [hosts[one], hosts[other]], "gb_s": round(speed, 3)})
         line = hardware.line_between(pools[one], pools[other])
-        expected = (
+        profiled = (
             min(hardware.find_pool(pools[process]).inter_gb_s for process in (one, other))
             if line is None
             else line.gb_s
         )
-        if speed * SLOW < expected and not settings.hardware.emulate:
+        if speed * SLOW < min(profiled, reachable) and not settings.hardware.emulate:
             _record_warning(
                 session,
-                f"{hosts[one]} and {hosts[other]}: {speed:.3g} GB/s over {interface}, the profile "
-                f"says {expected:.3g}: choose another network.interface, or correct the profile",
+                f"{hosts[one]} and {hosts[other]}: {speed:.3g} GB/s over {interface}, where the "
+                f"profile says {profiled:.3g} and one connection can reach {reachable:.3g}: choose "
+                "another network.interface, or correct the profile",
             )
     append_event(session.run_dir, "network", {"interface": interface, "pairs": found})
 

@@ -160,7 +160,7 @@ def run_attached(place: Place, job: Job, signals: StopSignals) -> tuple[Path, Ru
             own = Control(StoreClient(*session.store), 0)
             terms = Terms(trainers, rollouts, max_lost=job.max_lost)
             members = Members(own, server, terms, run_dir, limits, names)
-            own.set(CREDENTIALS, json.dumps(job.credentials or {}))
+            own.set(CREDENTIALS, json.dumps(job.credentials))
             _watch_ranks(own, members, names, limits, end_here)
         else:
             monitor = monitored(partial(_say_death, session, world.rank))

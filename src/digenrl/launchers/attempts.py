@@ -157,7 +157,7 @@ def _attempt_launch(
         max_lost=job.max_lost,
         patience_s=settings.allocation.patience_s,
         fewest=span["min"] if isinstance(span := settings.allocation.rollouts, dict) else 1,
-        credentials=job.credentials or {},
+        credentials=job.credentials,
         limits=Limits(**settings.limits.model_dump()),
         network=job.network,
         stop_grace=partial(stop_grace, settings, run_dir),

@@ -6,24 +6,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 from digenrl import devices, parts
 from digenrl.advisor import Advice, Advisor
 from digenrl.cluster.launcher import Launcher, RankMain, check_open_files
-from digenrl.cluster.members import Credentials
 from digenrl.cluster.network import Network
 from digenrl.config import EXIT_CODE, Composed, ConfigError
 from digenrl.config.commands import to_continue
-from digenrl.config.stored import compare_ties, configuration_identity
-from digenrl.launchers.agreement import check_machine
+from digenrl.config.stored import compare_ties
+from digenrl.launchers.agreement import check_machine, facts_of
 from digenrl.launchers.missing import explain_refusal
 from digenrl.launchers.on_ray import RayLauncher
 from digenrl.launchers.places import Place, place_of
 from digenrl.record import run_lock
-from digenrl.record.code_version import code_version
 from digenrl.rewards.needs import require_weights
 from digenrl.settle import begins_with, settle_run
 from digenrl.strategy.checkpoint_io import (
@@ -78,12 +76,12 @@ class Job:
         return None if most == "auto" else int(most)
 
     @property
-    def credentials(self) -> Credentials | None:
-        """What a rollout that joins must show; None where none can join."""
+    def credentials(self) -> dict[str, object]:
+        """What a rollout that joins compares itself with (`ProcessFacts`); {}: none can join."""
         settings = self.composed.settings
         if not settings.allocation.rollouts or settings.schedule.claims == "split":
-            return None
-        return {"code": code_version(), "configuration": configuration_identity(settings.tree)}
+            return {}
+        return asdict(facts_of(settings))
 
 
 class NotStarted(Exception):

@@ -12,18 +12,20 @@ rollout and goes on.
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from json import loads
 from pathlib import Path
 
+from digenrl import devices
 from digenrl.cluster.access import Access
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake, NotOfThisRun
 from digenrl.cluster.launcher import RunOutcome, fork_rank
 from digenrl.cluster.limits import Limits
-from digenrl.cluster.members import CREDENTIALS, Credentials, end_key
+from digenrl.cluster.members import CREDENTIALS, end_key
 from digenrl.cluster.network import Network
 from digenrl.cluster.signals import StopSignals
 from digenrl.cluster.store import StoreClient, StoreLost
@@ -31,6 +33,7 @@ from digenrl.cluster.timers import BEAT_EVERY_S
 from digenrl.cluster.vitals import HeartbeatMonitor, watch_key
 from digenrl.cluster.world import Session, World
 from digenrl.config.settings import Settings
+from digenrl.launchers.agreement import ProcessFacts, check_machine, find_differences
 from digenrl.launchers.reaching import source_address
 from digenrl.record.run_dir import LOGS, own_folder
 from digenrl.settle import begins_with
@@ -65,8 +68,31 @@ class JoinRequest:
         )
 
 
-def credentials_of(request: JoinRequest) -> Credentials:
-    """Return what a rank must show to join the run.
+def check_agreement(request: JoinRequest, own: ProcessFacts) -> None:
+    """Compare this process with the run that it asks to join.
+
+    Raises:
+        ValueError: both differ, or as `credentials_of`.
+    """
+    run = credentials_of(request)
+    if differences := find_differences(run, own):
+        raise ValueError(
+            f"this rollout on {own.host} differs from the run at {request.place} on {run.host}: "
+            f"{'; '.join(differences)}. Copy config.yaml anew from the run's directory, and change "
+            "nothing; start the rollout from the same checkout and environment."
+        )
+    if run.architecture != own.architecture:
+        print(
+            f"processors of several kinds: {run.architecture} on {run.host}, {own.architecture} on "
+            f"{own.host}",
+            file=sys.stderr,
+        )
+    gpus = not request.settings.hardware.emulate and bool(devices.usable_gpus())
+    check_machine(1, gpus, alone=own.host == run.host)
+
+
+def credentials_of(request: JoinRequest) -> ProcessFacts:
+    """Return the facts that a rank must share with the run to join it.
 
     Raises:
         ValueError: no run answers, the token is that of another run, or the run is ending.
@@ -92,13 +118,13 @@ def credentials_of(request: JoinRequest) -> Credentials:
             f"the run at {request.place} ends{f': {cause}' if cause else ''}; nobody can join it "
             "any more."
         )
-    found: Credentials = loads(shown or "{}")
+    found = loads(shown or "{}")
     if not found:
         raise ValueError(
             f"the run at {request.place} takes nobody in: it is colocated, or has "
             "schedule.claims=split. Start it with rollouts and schedule.claims=shared."
         )
-    return found
+    return ProcessFacts(**found)
 
 
 def join_run(

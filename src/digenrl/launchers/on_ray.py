@@ -30,7 +30,7 @@ from digenrl import devices, extras
 from digenrl.cluster.access import ACCESS
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
-from digenrl.cluster.launcher import PlacementError, RankMain, run_rank
+from digenrl.cluster.launcher import MACHINE_LOST, PlacementError, RankMain, run_rank
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.network import Network
 from digenrl.cluster.signals import end_with_parent
@@ -39,6 +39,7 @@ from digenrl.cluster.world import Session, World
 from digenrl.config.settings import Settings
 from digenrl.config.stored import words_to_join
 from digenrl.hardware import assign_ranks, parse_hardware
+from digenrl.launchers.agreement import ProcessFacts, compare_with_driver, facts_of
 from digenrl.launchers.places import UNUSED_ADDRESS
 from digenrl.launchers.reaching import source_address
 from digenrl.record.redact import is_secret_name
@@ -105,7 +106,7 @@ class RayLauncher:
         driver_host(self._settings.ray.address)
 
     def rank_main(self, fit: RankMain) -> RankMain:
-        return partial(_fit_on_own_gpu, self._settings, fit)
+        return partial(_fit_on_own_gpu, self._settings, facts_of(self._settings), fit)
 
     def places(self) -> AbstractContextManager[Callable[[RankMain, World, Session], RayRank]]:
         """Return the context in which every rank has its place."""
@@ -139,8 +140,12 @@ class RayLauncher:
         )
 
 
-def _fit_on_own_gpu(settings: Settings, fit: RankMain, world: World, session: Session) -> None:
-    """Run `fit` on the GPU that Ray has given this rank."""
+def _fit_on_own_gpu(
+    settings: Settings, driver: ProcessFacts, fit: RankMain, world: World, session: Session
+) -> None:
+    """Run `fit` on the GPU that Ray has given this rank, once it agrees with the driver."""
+    gpus = not settings.hardware.emulate and bool(devices.visible_gpus())
+    compare_with_driver(driver, settings, world, session, gpus)
     devices.check_gpus(settings, {world.rank: 0}, 1, devices.visible_gpus())
     if not settings.hardware.emulate:
         devices.take_gpu(0)
@@ -220,8 +225,22 @@ class RayRank:
             connection.wait([self.sentinel], timeout)
 
     def _note_exit(self, call: Future[int]) -> None:
-        self.exitcode = call.result() if call.exception() is None else -signal.SIGKILL
+        error = call.exception()
+        self.exitcode = call.result() if error is None else code_of_loss(error)
         os.close(self._ends)
+
+
+def code_of_loss(error: BaseException) -> int:
+    """Return the exit code for an actor that Ray lost: `MACHINE_LOST`, or SIGKILL's for its
+    process alone.
+
+    Ray names the node whose death it has seen. Of a machine that was just cut off it knows nothing
+    yet, and calls the actor unavailable.
+    """
+    from ray.exceptions import ActorUnavailableError
+
+    gone = isinstance(error, ActorUnavailableError) or "its node has died" in str(error)
+    return MACHINE_LOST if gone else -signal.SIGKILL
 
 
 def driver_host(address: str | None) -> str:

@@ -5,7 +5,8 @@ affects no other one.
     send -> encode -> outbox -> (waits for the address,  ->  decode -> inbox         ->  receive
                     (bounded)   connects, writes)
 
-`send` waits while the outbox is full: until the peer reads, is lost, or the run is aborted.
+`send` waits while the outbox is full: until the peer reads, is lost, or the run is aborted. What is
+queued for a lost peer is dropped, and the connection to it is closed.
 `receive` waits at most its timeout. A reader waits for bytes, and ends when the peer closes the
 connection. What travels between two ranks can be delayed or compressed: each end of a connection
 shows its messages to a `PeerLine`.
@@ -149,6 +150,10 @@ class SocketLink:
         self._watched, self._limits, self._stage = watched, limits, stage
         self._inbox: queue.Queue[Message | BaseException] = queue.Queue()
         self._outboxes: dict[int, tuple[queue.Queue[_Queued | None], threading.Thread]] = {}
+        self._connected: dict[int, socket.socket] = {}
+        """peer -> the socket to which this rank writes."""
+        self._dropped: set[int] = set()
+        """Lost peers, to which nothing is written any more."""
         self._lines = lines
         self._opening, self._closing = threading.Lock(), threading.Event()
         listener = network.open_listener(host)
@@ -167,14 +172,19 @@ class SocketLink:
         message = on_host(message)
         queued = message, encode(message)  # here: a bad one fails in its author's stack
         outbox, thread = self.open_outbox(peer)
-        while True:
+        while peer not in self._dropped:
             try:
-                # A bounded wait, so that an aborted run or a dead sender thread is noticed.
+                # A bounded wait, so that an aborted run, a lost peer or a dead sender thread is
+                # noticed.
                 return outbox.put(queued, timeout=0.5)
             except queue.Full:
                 self._control.check_abort()
+                # Also while the thread lives: a write to a machine that is gone can block for
+                # UNREAD_S.
+                if self._drop_lost_peer(peer):
+                    return None
                 if not thread.is_alive():
-                    if self._run_finished() or peer in self._control.lost_ranks():
+                    if self._run_finished():
                         return None
                     raise ConnectionError(
                         f"rank {self._rank} can no longer send to rank {peer}."
@@ -213,9 +223,11 @@ class SocketLink:
 
     def drain(self, seconds: float = math.inf) -> None:
         deadline = time.monotonic() + seconds
-        for outbox, thread in self._outboxes.values():
+        for peer, (outbox, thread) in self._outboxes.items():
             ended = False
             while thread.is_alive() and time.monotonic() < deadline and not self._run_aborted():
+                if self._drop_lost_peer(peer):
+                    break
                 # None ends the sender. A blocking put could wait for ever on a peer that has
                 # stopped reading.
                 if not ended and not outbox.full():
@@ -228,6 +240,27 @@ class SocketLink:
         # From now on a connection that ends is no news.
         self._closing.set()
         self._acceptor.close()
+
+    def _drop_lost_peer(self, peer: int) -> bool:
+        """Return whether `peer` is lost. Then forget what is queued for it, and wake the thread
+        that writes to it."""
+        try:
+            if peer not in self._control.lost_ranks():
+                return False
+        except StoreLost:
+            return False
+        self._dropped.add(peer)
+        outbox, _ = self._outboxes[peer]
+        with suppress(queue.Empty):
+            while True:
+                outbox.get_nowait()
+        with suppress(queue.Full):
+            outbox.put_nowait(None)
+        # Not the connection from the peer: what a rank sent before it left is still to be read.
+        if (sock := self._connected.get(peer)) is not None:
+            with suppress(OSError):  # it is closed already
+                sock.shutdown(socket.SHUT_RDWR)
+        return True
 
     def _run_finished(self) -> bool:
         """Return whether the trainers have ended the run and need nothing more."""
@@ -253,7 +286,9 @@ class SocketLink:
                 # No SO_SNDBUF or SO_RCVBUF at either end: a fixed size switches the kernel's tuning
                 # off, and net.core.wmem_max cuts it to 208 KiB on most machines (socket(7)).
                 line = self._lines(peer)
-                while (queued := outbox.get()) is not None:
+                self._connected[peer] = sock
+                # In this order: a peer that is dropped meanwhile is seen here or shut down there.
+                while peer not in self._dropped and (queued := outbox.get()) is not None:
                     with self._stage("send"):
                         message, buffers = queued
                         shown = line.prepare_outgoing(message)

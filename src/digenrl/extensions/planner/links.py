@@ -7,7 +7,7 @@ from digenrl.extensions.planner.gpus import efficiency_of
 from digenrl.extensions.planner.memory import version_bytes
 from digenrl.extensions.planner.scoring import judge_seconds, score_cpu_seconds
 from digenrl.extensions.planner.workload import Workload
-from digenrl.hardware import Line, Pool
+from digenrl.hardware import CONNECTION_GB_S, Line, Pool
 
 COLLECTIVE_SECONDS = 40e-6
 """Latency of a collective, in seconds (an assumption)."""
@@ -15,9 +15,6 @@ ADOPT_GB_S = 3.3
 """GB/s at which one processor core copies received weights onto a GPU (an assumption)."""
 CONDITION_WIDTH = 4096
 """Width of a text token's embedding (T5, UMT5, Llama; an assumption for the others)."""
-CONNECTION_GB_S = 1.2
-"""GB/s of one TCP connection, from publishing to adopting (benchmarks/publish.py over loopback on
-two processor cores)."""
 CODEC_GB_S, CODED_SHARE = 0.2, 0.1
 """GB/s at which one core writes a version as a difference, and the share of the bytes that is left.
 benchmarks/publish.py links=... measures a share of 1/20 if one 16-bit value in twenty moves. The
