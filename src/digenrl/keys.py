@@ -43,6 +43,14 @@ def noise(
     The key consists of seed, step (RL step), uid (prompt), samples (indices within the group) and
     denoise_step (-1 = initial noise). `stream` separates uses that share these numbers
     (forward-process methods draw their own noise).
+
+    Example:
+        Samples 2 and 3 get the same noise wherever they are drawn:
+
+        >>> whole = noise(seed=0, step=1, uid=7, samples=[0, 1, 2, 3], denoise_step=5, shape=[2])
+        >>> part = noise(seed=0, step=1, uid=7, samples=[2, 3], denoise_step=5, shape=[2])
+        >>> whole[2:].equal(part)
+        True
     """
     import torch  # here, so that the planner asks step selections for their counts without it
 

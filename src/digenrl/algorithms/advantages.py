@@ -93,6 +93,14 @@ class Advantage:
 
         `rewards` has name -> [P, G], in which NaN marks a missing reward. `weights` names the
         optimised rewards. Raises ValueError on a name in `weights` without rewards.
+
+        Example:
+            A missing reward counts nowhere, and a group that scores alike teaches nothing:
+
+            >>> rewards = torch.tensor([[0.0, 2.0, torch.nan], [1.0, 1.0, 1.0]])  # [P, G]
+            >>> Advantage(eps=1e-8)({"ocr": rewards}, {"ocr": 1.0}).values
+            tensor([[-1.,  1.,  0.],
+                    [ 0.,  0.,  0.]])
         """
         missing = sorted(set(weights) - set(rewards))
         if missing or not weights:

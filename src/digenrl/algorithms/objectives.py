@@ -28,6 +28,15 @@ def clipped_surrogate(
 
     `high` defaults to `low`. From Schulman et al. 2017, arXiv 1707.06347; per denoising step as in
     yifan123/flow_grpo train_sd3.py:880-893.
+
+    Example:
+        A good sample gains nothing above 1.2. For a bad one, the loss goes on rising there:
+
+        >>> ratio = torch.tensor([[0.5, 1.0, 1.5]])  # [b, K]
+        >>> clipped_surrogate(ratio, torch.tensor([[1.0]]), clip_low=0.25)
+        tensor([[-0.5000, -1.0000, -1.2500]])
+        >>> clipped_surrogate(ratio, torch.tensor([[-1.0]]), clip_low=0.25)
+        tensor([[0.7500, 1.0000, 1.5000]])
     """
     upper = 1.0 + (clip_low if clip_high is None else clip_high)
     # The larger loss is the smaller objective: beyond a bound there is nothing more to win.
@@ -37,7 +46,15 @@ def clipped_surrogate(
 def clip_binds(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Return [b, K] bool: where `clipped_surrogate` is flat. A ratio beyond the other bound keeps
     its gradient, so this is less than the share of ratios outside the range, which
-    yifan123/flow_grpo logs as `clipfrac`."""
+    yifan123/flow_grpo logs as `clipfrac`.
+
+    Example:
+        >>> ratio = torch.tensor([[0.5, 1.0, 1.5]])  # [b, K]
+        >>> clip_binds(ratio, torch.tensor([[1.0]]), clip_low=0.25, clip_high=0.25)
+        tensor([[False, False,  True]])
+        >>> clip_binds(ratio, torch.tensor([[-1.0]]), clip_low=0.25, clip_high=0.25)
+        tensor([[ True, False, False]])
+    """
     return ((advantages > 0) & (ratio > 1.0 + clip_high)) | (
         (advantages < 0) & (ratio < 1.0 - clip_low)
     )

@@ -108,6 +108,13 @@ def variance_collapse(name: str, rewards: Tensor, floor: float = 1e-4) -> Alarm 
     `floor` is the standard deviation below which a group counts as constant. Its unit is the
     reward's overall spread or 1.0, whichever is larger. NaN members are left out. Groups with fewer
     than two members do not count.
+
+    Example:
+        All of the first batch's groups are constant, half of the second's:
+
+        >>> variance_collapse("ocr", torch.tensor([[1.0, 1.0], [0.0, 0.0]])).value
+        1.0
+        >>> variance_collapse("ocr", torch.tensor([[1.0, 1.0], [0.0, 1.0]]))  # no alarm
     """
     spreads = [
         row[~row.isnan()].std().item() for row in rewards.float() if (~row.isnan()).sum() >= 2

@@ -37,6 +37,14 @@ class Restarts:
             cause: why the run died.
             began: RL steps that were finished when the attempt began.
             finished: RL steps that were finished when the run died.
+
+        Example:
+            A run of 30 steps dies in step 4, and after its restart in the same step:
+
+            >>> restarts = Restarts(most=3, pause_s=1.0, steps=30)
+            >>> restarts.refuse_restart("rank 1 died", began=0, finished=3)  # begins again
+            >>> restarts.refuse_restart("rank 1 died", began=3, finished=3)
+            'rank 1 died; RL step 4 is poison: the run has died in it before (rank 1 died)'
         """
         earlier, deaths = list(self._causes[finished]), self._deaths
         self._causes[finished].append(cause)

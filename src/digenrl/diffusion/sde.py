@@ -137,7 +137,13 @@ def ode_step(
     storage_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return the Euler step x + v*dt, [B, *L] in the storage dtype: the deterministic limit of
-    every kernel here."""
+    every kernel here.
+
+    Example:
+        >>> x, v = torch.tensor([[2.0]]), torch.tensor([[4.0]])  # [B, *L]
+        >>> ode_step(x, v, sigma=torch.tensor([1.0]), next_sigma=torch.tensor([0.75]))
+        tensor([[1.]])
+    """
     x, v, s, s1 = _widen_inputs(latents, velocity, sigma, next_sigma)
     return (x + v * (s1 - s)).to(storage_dtype)
 

@@ -39,7 +39,14 @@ def static_shift(t: Tensor, shift: float) -> Tensor:
 
 def static_grid(steps: int, shift: float = 1.0) -> Tensor:
     """Return a grid [T+1] fp32 with a static shift: SD3 and FLUX in DanceGRPO 3.0, Wan and
-    HunyuanVideo 5.0."""
+    HunyuanVideo 5.0.
+
+    Example:
+        >>> static_grid(4)
+        tensor([1.0000, 0.7500, 0.5000, 0.2500, 0.0000])
+        >>> static_grid(4, shift=3.0)  # more steps where there is much noise
+        tensor([1.0000, 0.9000, 0.7500, 0.5000, 0.0000])
+    """
     return check_grid(static_shift(linear_grid(steps), shift).float())
 
 
@@ -62,6 +69,10 @@ def step_sigmas(sigmas: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     sigma_guard is sigmas[1] for rows at step 0 and sigma elsewhere. The first step is known by its
     index. A float test `sigma == 1` would miss grids that start at 0.9999 (trap T8 of the field's
     repositories).
+
+    Example:
+        >>> step_sigmas(static_grid(4), torch.tensor([0, 2]))
+        (tensor([1.0000, 0.5000]), tensor([0.7500, 0.2500]), tensor([0.7500, 0.5000]))
     """
     sigma = sigmas[steps]  # [B]
     return sigma, sigmas[steps + 1], torch.where(steps == 0, sigmas[1], sigma)

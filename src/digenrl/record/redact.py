@@ -53,7 +53,12 @@ def is_secret_name(key: str) -> bool:
 
 def redact_text(text: str) -> str:
     """Return `text` without known token shapes, user names in URLs, `key=value` secrets and secrets
-    of the environment."""
+    of the environment.
+
+    Example:
+        >>> redact_text("https://me:word@host/x api_key=abc123 lr=1e-4")
+        'https://<redacted>@host/x api_key=<redacted> lr=1e-4'
+    """
     text = _SECRET_SHAPE.sub(MASK, text)
     text = _URL_USER.sub(lambda match: f"{match['scheme']}{MASK}@", text)
     text = _URL_PASSWORD.sub(lambda match: f"{match['scheme']}{MASK}@", text)

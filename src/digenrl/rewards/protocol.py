@@ -263,7 +263,13 @@ def laplacian(frames: Tensor) -> Tensor:
 
 def sample_frames(media: Tensor, count: int) -> Tensor:
     """Return evenly spaced frames [B, min(F, count), C, H, W], each the middle of its share of the
-    video."""
+    video.
+
+    Example:
+        >>> video = torch.arange(8.0).reshape(1, 8, 1, 1, 1)  # [B, F, C, H, W]
+        >>> sample_frames(video, count=2).flatten()
+        tensor([2., 6.])
+    """
     frames = as_frames(media)
     total = frames.shape[1]
     if total <= count:

@@ -328,6 +328,11 @@ def combine_scores(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -
     logs and tables.
 
     Raises KeyError if a reward with a weight has no scores.
+
+    Example:
+        >>> scores = {"ocr": torch.tensor([0.5, 1.0]), "clip": torch.tensor([0.25, torch.nan])}
+        >>> combine_scores(scores, weights={"ocr": 1.0, "clip": 2.0})
+        tensor([1., nan])
     """
     if missing := sorted(name for name, weight in weights.items() if weight and name not in scores):
         raise KeyError(f"No scores for the optimised rewards {missing}; got {sorted(scores)}.")

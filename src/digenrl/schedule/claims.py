@@ -178,6 +178,16 @@ class Claims:
             part: positions that the counter runs over: all of them, or this rank's own part of a
                 divided queue.
             ahead: claim from the queue's head first, else from behind the head first.
+
+        Example:
+            Two ranks share a queue of four tasks. None is taken twice:
+
+            >>> tasks = tuple(Task(0, i, 0, 4 * i, 4, 0) for i in range(4))
+            >>> store = MemoryClaims()
+            >>> one, other = Claims(store, rank=2), Claims(store, rank=3)
+            >>> [r.take_next_task(0, tasks, range(4)).position for r in (one, other, other, one)]
+            [0, 1, 2, 3]
+            >>> one.take_next_task(0, tasks, range(4))  # none is left
         """
         for position, owner in self._waiting_tasks(version, len(tasks)):
             own = Owner.of_task(self._rank, owner.attempt, tasks[position], owner.deaths)
@@ -423,7 +433,12 @@ def head_name(version: int) -> str:
 
 
 def queue_part(tasks: int, number: int, count: int) -> range:
-    """Return the positions of the `number`-th of `count` equal parts of a divided queue."""
+    """Return the positions of the `number`-th of `count` equal parts of a divided queue.
+
+    Example:
+        >>> [queue_part(tasks=10, number=number, count=3) for number in range(3)]
+        [range(0, 3), range(3, 6), range(6, 10)]
+    """
     return range(number * tasks // count, (number + 1) * tasks // count)
 
 

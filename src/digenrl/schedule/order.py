@@ -34,7 +34,16 @@ def stale_groups(spec: ScheduleSpec, step: int) -> int:
 
 def group_version(spec: ScheduleSpec, step: int, group: int) -> int:
     """Return the version that generates `group` of `step`: step-1 for the stale groups at its head,
-    else step (I8)."""
+    else step (I8).
+
+    Example:
+        With half of four groups one version old, step 3 begins with what version 2 generated:
+
+        >>> spec = ScheduleSpec(prompts=4, group_size=8, task_size=4, denoise_steps=10,
+        ...                     trained_steps=4, async_steps=1)
+        >>> [group_version(spec, step=3, group=group) for group in range(4)]
+        [2, 2, 3, 3]
+    """
     return step - 1 if group < stale_groups(spec, step) else step
 
 
@@ -56,7 +65,16 @@ def group_tasks(spec: ScheduleSpec, step: int, group: int) -> tuple[Task, ...]:
 
 def version_queue(spec: ScheduleSpec, version: int, last_step: int) -> tuple[Task, ...]:
     """Return every task that version `version` generates, in claim order. `last_step` is the run's
-    final RL step."""
+    final RL step.
+
+    Example:
+        Version 3 generates what is left of its own step, then the stale head of the next one:
+
+        >>> spec = ScheduleSpec(prompts=4, group_size=8, task_size=4, denoise_steps=10,
+        ...                     trained_steps=4, async_steps=1)
+        >>> [(task.step, task.group) for task in version_queue(spec, version=3, last_step=9)]
+        [(3, 2), (3, 2), (3, 3), (3, 3), (4, 0), (4, 0), (4, 1), (4, 1)]
+    """
     fresh = range(stale_groups(spec, version), spec.prompts) if version <= last_step else range(0)
     tasks = [task for group in fresh for task in group_tasks(spec, version, group)]
     # The head of the next step is one version old; with async_steps=0 it is empty.
@@ -85,7 +103,14 @@ def update_of(spec: ScheduleSpec, portion: int) -> int:
 
 def update_fragments(spec: ScheduleSpec, update: int) -> tuple[tuple[int, ...], ...]:
     """Return the portions of each fragment of an update. Fragments are fixed, so a rollout knows
-    which trainer trains a cell before it sends the cell."""
+    which trainer trains a cell before it sends the cell.
+
+    Example:
+        >>> spec = ScheduleSpec(prompts=4, group_size=8, task_size=4, denoise_steps=10,
+        ...                     trained_steps=4, updates_per_batch=2, gap=1)
+        >>> update_fragments(spec, update=1)  # four groups, two updates, one group each
+        ((2,), (3,))
+    """
     first = update * spec.groups_per_update
     portions = range(first, first + spec.groups_per_update)
     # Cut within the update: a fragment never waits for groups of two updates.
@@ -109,6 +134,13 @@ def next_fragment(
 
     With gap=0 the whole logical batch is one fragment. Nothing is then trained before every group
     is complete, even with several updates per batch.
+
+    Example:
+        >>> spec = ScheduleSpec(prompts=4, group_size=8, task_size=4, denoise_steps=10,
+        ...                     trained_steps=4, gap=1)
+        >>> next_fragment(spec, pending=[(0,), (1,)], completed={1, 2})  # group 0 comes first
+        >>> next_fragment(spec, pending=[(0,), (1,)], completed={0, 2})
+        (0,)
     """
     # Only the head of `pending` counts, even if a later fragment is complete already.
     needed = spec.groups_of(pending[0]) if spec.gap else range(spec.prompts)

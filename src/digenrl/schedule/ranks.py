@@ -96,6 +96,14 @@ def declines_task(
         tasks_left: unclaimed tasks of the queue.
 
     Ties go to the lower rank, so that exactly one of two equal ranks takes the last task.
+
+    Example:
+        In the 9 seconds that rank 1 would take, rank 0 finishes four tasks, but not five:
+
+        >>> declines_task(1, now=0.0, seconds={0: 2.0, 1: 9.0}, free_at={}, tasks_left=4)
+        True
+        >>> declines_task(1, now=0.0, seconds={0: 2.0, 1: 9.0}, free_at={}, tasks_left=5)
+        False
     """
     finish = now + seconds[rank]
     others = 0

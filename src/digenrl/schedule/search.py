@@ -93,6 +93,12 @@ def accepted_claims(
 
     The accepted finishing times are the `tasks` smallest of the union of {free_i + j seconds_i}
     (see `ranks`).
+
+    Example:
+        Ranks of 2 and 3 seconds a task share four. Of two tasks that end at 6, rank 0 has the last:
+
+        >>> accepted_claims(free=(0.0, 0.0), seconds=(2.0, 3.0), tasks=4)
+        ([0.0, 0.0, 2.0, 4.0], [2.0, 3.0, 4.0, 6.0])
     """
     begin = [max(0.0, start) for start in free]
     # (finish of the rank's next task, rank, its start): the smallest finish is accepted next.

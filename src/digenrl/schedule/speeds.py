@@ -35,7 +35,16 @@ def adjusted_shares(
     current: tuple[float, ...], seconds_per_cell: Sequence[float]
 ) -> tuple[float, ...]:
     """Return the shares for the next steps: those of the measured speeds if they save enough, else
-    `current`."""
+    `current`.
+
+    Example:
+        A cell takes rank 1 twice as long, so its share is half. A small difference changes nothing:
+
+        >>> adjusted_shares((1.0, 1.0), seconds_per_cell=[1.0, 2.0])
+        (1.0, 0.5)
+        >>> adjusted_shares((1.0, 1.0), seconds_per_cell=[1.0, 1.05])
+        (1.0, 1.0)
+    """
     wanted = relative_shares([1.0 / seconds for seconds in seconds_per_cell])
     before, after = (
         _slowest_seconds(current, seconds_per_cell),

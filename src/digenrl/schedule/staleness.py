@@ -35,6 +35,10 @@ def check_staleness(version: int, trainer_version: int, async_steps: int) -> int
 
     Raises:
         StalenessError: the staleness is outside 0 .. async_steps.
+
+    Example:
+        >>> check_staleness(version=4, trainer_version=5, async_steps=1)
+        1
     """
     staleness = trainer_version - version
     if not 0 <= staleness <= async_steps:

@@ -35,7 +35,14 @@ class Block(NamedTuple):
 
 
 def fragment_blocks(spec: ScheduleSpec, fragment: tuple[int, ...]) -> tuple[Block, ...]:
-    """Return every block of a fragment, group-first."""
+    """Return every block of a fragment, group-first.
+
+    Example:
+        >>> spec = ScheduleSpec(prompts=4, group_size=8, task_size=4, denoise_steps=10,
+        ...                     trained_steps=4, gap=1, tsp_batch=2)
+        >>> [(block.part, block.steps) for block in fragment_blocks(spec, fragment=(1,))]
+        [(0, (0, 1)), (0, (2, 3)), (1, (0, 1)), (1, (2, 3))]
+    """
     step_ranges = [
         tuple(range(i, min(i + spec.tsp_batch, spec.trained_steps)))
         for i in range(0, spec.trained_steps, spec.tsp_batch)
@@ -50,7 +57,14 @@ def fragment_blocks(spec: ScheduleSpec, fragment: tuple[int, ...]) -> tuple[Bloc
 
 def apportion_units(units: int, shares: tuple[float, ...]) -> tuple[int, ...]:
     """Split `units` in proportion to `shares` (largest remainder; ties to the lower rank). The
-    parts sum to `units`."""
+    parts sum to `units`.
+
+    Example:
+        >>> apportion_units(10, shares=(3.0, 1.0, 1.0))
+        (6, 2, 2)
+        >>> apportion_units(4, shares=(1.0, 1.0, 1.0))
+        (2, 1, 1)
+    """
     total = sum(shares)
     exact = [units * share / total for share in shares]
     # The small term keeps an exact quotient such as 2.9999999996 from losing a unit.
@@ -68,7 +82,17 @@ Placement = tuple[tuple[tuple[Block, ...], ...], ...]
 @lru_cache(maxsize=4096)
 def place_fragment(spec: ScheduleSpec, trainers: int, fragment: tuple[int, ...]) -> Placement:
     """Return placement[rank][micro_batch] = blocks. An empty tuple is a micro-batch that only joins
-    collectives."""
+    collectives.
+
+    Example:
+        Two trainers divide the steps of each task. In group 1 the second one begins:
+
+        >>> spec = ScheduleSpec(prompts=4, group_size=8, task_size=4, denoise_steps=10,
+        ...                     trained_steps=4, gap=1, tsp_batch=2, tsp_shard=True)
+        >>> placement = place_fragment(spec, trainers=2, fragment=(1,))
+        >>> [[[(b.part, b.steps) for b in micro] for micro in own] for own in placement]
+        [[[(0, (2, 3))], [(1, (2, 3))]], [[(0, (0, 1))], [(1, (0, 1))]]]
+    """
     if trainers % spec.context:
         raise ValueError(f"parallel.context = {spec.context} must divide the {trainers} trainers.")
     if spec.context > 1:

@@ -53,6 +53,16 @@ def owned_positions(
 
     A sharded rank without cells of a fragment still needs the fragment's first cell, for the
     forwards that it must join.
+
+    Example:
+        Two trainers divide four trained steps. In group 1 the second trainer gets the first half:
+
+        >>> from digenrl.schedule.timesteps import place_fragment
+        >>> spec = ScheduleSpec(prompts=4, group_size=8, task_size=4, denoise_steps=10,
+        ...                     trained_steps=4, gap=1, tsp_batch=2, tsp_shard=True)
+        >>> place = lambda fragment: place_fragment(spec, 2, fragment)
+        >>> [owned_positions(spec, place, rank, group=1, part=0, lockstep=False) for rank in (0, 1)]
+        [(2, 3), (0, 1)]
     """
     portion = spec.portion_of(group, part)
     fragment = next(f for f in update_fragments(spec, update_of(spec, portion)) if portion in f)
