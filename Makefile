@@ -122,11 +122,11 @@ DEFAULT_TESTS := not slow and not cluster
 # Workers begin with halves, so that most tests of a file share what one of them makes; who is done takes from the other.
 BOTH_CORES := -n 2 --dist worksteal
 
-test: $(STAMP)  ## The default tests: eleven minutes on two idle cores
+test: $(STAMP)  ## The default tests: 11 to 20 minutes on two idle cores
 	@$(PY) -m pytest -q $(BOTH_CORES) -m "$(DEFAULT_TESTS) and not alone" $(ARGS)
 	@$(PY) -m pytest -q -m "$(DEFAULT_TESTS) and alone" $(ARGS) || test $$? -eq 5  # 5: ARGS chose none of them
 
-test-fast: $(STAMP)  ## What finishes in a good minute: no ranks, services or commands are started, no large model built
+test-fast: $(STAMP)  ## What finishes in two to four minutes: no ranks, services or commands are started, no large model built
 	@$(PY) -m pytest -q $(BOTH_CORES) -m "$(DEFAULT_TESTS) and not processes and not heavy" $(ARGS)
 
 test-part: $(STAMP)  ## A tenth of the slow tests, as CI takes one each time. PART=3/10
