@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,38 @@ def test_the_image_has_what_the_examples_run() -> None:
 @pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.s*")), ids=lambda p: p.name)
 def test_every_script_is_one(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def agent_words(calls: list[list[str]]) -> dict[str, str]:
+    """Return the options of the one agent that `scripts/torchrun.sh` started."""
+    (call,) = calls
+    assert call[1:3] == ["-m", "torch.distributed.run"]
+    return {name: value for name, value in pairwise(call) if name[:2] == "--"}
+
+
+def test_torchrun_starts_the_python_of_the_environment_beside_it(shell: Any) -> None:
+    script = f"bash {shlex.quote(str(ROOT / 'scripts/torchrun.sh'))} seed=1"
+    code, calls = shell(script, {"python": "exit 3"}, RANKS="2")
+    assert (code, calls[0][0]) == (3, "python")
+    stand_ins = {".venv/bin/python": "exit 4", "python": "exit 3"}
+    code, calls = shell(script, stand_ins, RANKS="2")
+    assert code == 4
+    assert len(calls) == 1, "the python on the PATH ran too"
+    assert calls[0][-3:] == ["-m", "digenrl.cli.train", "seed=1"]
+
+
+def test_torchrun_gives_each_job_of_one_machine_a_port_and_an_id(shell: Any) -> None:
+    script = f"bash {shlex.quote(str(ROOT / 'scripts/torchrun.sh'))} seed=1"
+
+    def started(**more: str) -> tuple[str, str]:
+        _, calls = shell(script, {"python": ""}, RANKS="2", **more)
+        words = agent_words(calls)
+        return words["--rdzv-endpoint"], words["--rdzv-id"]
+
+    (endpoint, first), (again, second) = started(), started()
+    assert (endpoint, again) == ("localhost:0", "localhost:0"), "0: any free port"
+    assert first != second
+    assert started(RUN_ID="own", PORT="7") == ("localhost:7", "own")
+    both = {"NODES": "2", "HEAD": "head"}
+    assert started(**both) == started(**both), "machines of one job would not meet"
+    assert started(**both, RUN_ID="a") != started(**both, RUN_ID="b")

@@ -18,11 +18,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from digenrl import config
 from digenrl.cli import join
 from digenrl.cluster.access import Access, write_access
 from digenrl.hardware import parse_hardware
+from digenrl.launchers import attach
 from digenrl.launchers.job import find_place
 from digenrl.launchers.places import Place, check_allocation, place_of, process_ranks
 from digenrl.launchers.reaching import read_access
@@ -633,3 +635,22 @@ def test_no_reader_sees_half_an_access_file(tmp_path):
     assert tokens <= {"0" * 32, "1" * 32}
     assert [path.name for path in tmp_path.iterdir()] == ["access.json"]
     assert stat.S_IMODE((tmp_path / "access.json").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_directory_that_a_file_server_shows_late_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    """Process 0 has announced it; this machine sees it half a second later, or never."""
+    monkeypatch.setattr(attach, "SHARED_S", 20.0 if comes else 0.5)
+    run_dir, notices = tmp_path / "run", dist.HashStore()
+    notices.set("run_dir", str(run_dir))
+    place = Place(1, 2, 0, "127.0.0.1", 0, "job", False)
+    if comes:
+        threading.Timer(0.5, run_dir.mkdir).start()
+        assert attach._learn_run_dir(notices, place, 5.0) == run_dir
+        return
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"does not see the run directory .*set output_root"):
+        attach._learn_run_dir(notices, place, 5.0)
+    assert time.monotonic() - began >= 0.5

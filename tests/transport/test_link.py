@@ -93,6 +93,23 @@ def test_a_rank_may_send_to_itself_and_two_ranks_to_each_other(links: list[Socke
     assert [received(links[0]).meta["number"] for _ in range(10)] == list(range(10))
 
 
+def test_the_kernel_tunes_the_buffers_of_a_connection(
+    links: list[SocketLink], controls: list[Control]
+) -> None:
+    """A connection begins with the sizes of one on which nobody has set SO_SNDBUF or SO_RCVBUF."""
+    links[0].send(1, cells(1))
+    received(links[1])
+    host, port = _address(controls, 1)
+    with OURS.connect(host, port, "link 1", 2) as plain:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            own = links[0]._connected[1].getsockopt(socket.SOL_SOCKET, option)
+            assert own >= plain.getsockopt(socket.SOL_SOCKET, option)
+            fixed = socket.create_connection((host, port))
+            with fixed:
+                fixed.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
+                assert own != fixed.getsockopt(socket.SOL_SOCKET, option)
+
+
 @pytest.mark.parametrize("host", [HOST, "::1"])
 def test_close_flushes_what_was_sent(controls: list[Control], host: str) -> None:
     sender, receiver = (

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from digenrl import accelerator
 from digenrl.extensions.tools.cli import check as setup
 
 
@@ -46,6 +47,21 @@ def test_full_or_protected_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (finding,) = setup.check_disk()
     assert finding.level == "fix"
     assert "output_root=" in finding.text
+
+
+def test_gpus_need_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule of a run (`agreement.check_machine`), on a machine with more GPUs than it has
+    memory for. Stand-ins are the GPUs alone."""
+    monkeypatch.setattr(accelerator, "device_count", lambda: 0)
+    assert "memory" in {found.subject for found in setup.check_memory()}
+    assert "shared memory" not in {found.subject for found in setup.check_memory()}
+    monkeypatch.delenv("NCCL_SHM_DISABLE", raising=False)
+    monkeypatch.setattr(accelerator, "device_count", lambda: 10**7)
+    (found,) = (each for each in setup.check_memory() if each.subject == "shared memory")
+    assert (found.level, "--shm-size=1g" in found.text) == ("fix", True)
+    monkeypatch.setattr(accelerator, "device_count", lambda: 1)
+    (found,) = (each for each in setup.check_memory() if each.subject == "shared memory")
+    assert found.level == "ok"
 
 
 def test_exit_code_follows_the_worst_finding(

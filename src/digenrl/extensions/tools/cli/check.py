@@ -138,12 +138,25 @@ def _explain_unseen_gpu(driver: str, version: str, built: str | None) -> Finding
 
 
 def check_memory() -> Iterator[Finding]:
-    """Available host memory and shared memory."""
+    """Yield findings about the host's memory, and the shared memory that ranks on GPUs need."""
     available = psutil.virtual_memory().available / _GIB
     note = f"; the first run wants {MIN_MEMORY_GIB:.0f}"
     yield _ok_or_warning(
         "memory", available >= MIN_MEMORY_GIB, f"{available:.1f} GiB available", note
     )
+    try:
+        from digenrl import accelerator
+        from digenrl.launchers.agreement import check_machine
+    except Exception:  # `torch_and_devices` says what is wrong
+        return
+    # A rank for each GPU, as a run on all of them has.
+    if gpus := accelerator.device_count():
+        try:
+            check_machine(gpus, gpus=True, alone=True)
+        except ValueError as error:
+            yield Finding("shared memory", "fix", str(error))
+        else:
+            yield Finding("shared memory", "ok", f"enough for {gpus} ranks")
 
 
 def check_disk() -> Iterator[Finding]:
