@@ -116,3 +116,19 @@ def test_a_run_may_have_any_name(
     assert "say which run" not in said
     assert "no such directory" not in said
     assert "config.yaml" in said or "no run" in said or "holds" in said, said
+
+
+def test_a_command_for_a_run_of_nobody_ends_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("report", "export", "eval", "resume"):
+        found = subprocess.run(
+            [sys.executable, "-m", "digenrl", name, "~nobody-here/run"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert found.returncode == 2, found.stderr
+        assert "Traceback" not in found.stderr
+        assert "~nobody-here" in found.stderr

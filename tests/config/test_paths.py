@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -379,16 +377,3 @@ def test_the_home_of_nobody_is_refused(here: Path, word: str) -> None:
 def test_an_address_is_no_directory(here: Path, key: str, address: str) -> None:
     with pytest.raises(config.ConfigError, match=f"{address}: is an address; name a file or dir"):
         config.load([*BASE, f"{key}={address}"])
-
-
-def test_a_command_for_a_run_of_nobody_ends_without_a_traceback(here: Path) -> None:
-    for command in ("report", "export", "eval", "resume"):
-        found = subprocess.run(
-            [sys.executable, "-m", "digenrl", command, "~nobody-here/run"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert found.returncode == 2, found.stderr
-        assert "Traceback" not in found.stderr
-        assert "~nobody-here" in found.stderr

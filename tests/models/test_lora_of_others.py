@@ -16,17 +16,10 @@ from digenrl.config import load
 from digenrl.models import tiny
 from tests.models import tiny_policies
 from tests.models.test_lora_files import FIVE, PROMPT, drawn, noise_of
-from tests.models.tiny_policies import NEGATIVE, ROWS, diffusers_latents
+from tests.models.tiny_policies import FACTS, NEGATIVE, ROWS, diffusers_latents
 
 pytestmark = pytest.mark.heavy
 
-EXPERIMENTS = {
-    "flux": "flux1_flowgrpo",
-    "sd3": "sd35_flowgrpo",
-    "wan": "wan21_flowgrpo",
-    "qwen_image21": "qwen_image21_flowgrpo",
-    "z_image": "zimage_flowgrpo",
-}
 CONFIG = LoraConfig(
     r=4, lora_alpha=8, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False
 )
@@ -60,12 +53,13 @@ def test_step_0_of_a_run_draws_what_the_adapted_pipeline_draws(
     write(pipeline, tmp_path)
     size = [f"sampling.{key}={value}" for key, value in row.size.items()]
     lora = {"rank": 4, "alpha": 8, "targets": "[to_q,to_k,to_v]", "path": tmp_path}
-    words = [f"model.lora.{key}={value}" for key, value in lora.items()]
+    words = ["experiment=flux1_flowgrpo", f"model={next(iter(FACTS[family].models))}"]
+    words += [f"model.lora.{key}={value}" for key, value in lora.items()]
     words += ["hardware=cpu_tiny", f"model.max_sequence_length={row.text_length}", *size]
     words += [f"model.negative_prompt='{NEGATIVE}'", "model.dtype=float32"]
-    if family == "sd3":
+    if "grid" in load(words).settings.node_at("model"):
         words.append("model.grid=explicit")  # as the row calls the pipeline
-    policy = load([f"experiment={EXPERIMENTS[family]}", *words]).settings.build("model")
+    policy = load(words).settings.build("model")
     noise, guidance = noise_of(policy), policy.guidance_scale
     plain = diffusers_latents(family, [PROMPT], noise, 4, guidance)
     monkeypatch.setitem(tiny_policies.ROWS, family, replace(row, load=lambda _: pipeline))
