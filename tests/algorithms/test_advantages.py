@@ -36,6 +36,7 @@ VARIANTS = [
     Advantage(combine="per_reward"),
     Advantage(combine="per_reward", renormalise=True),
     Advantage(unbiased=True, eps=1e-8),
+    Advantage(eps=0.0),
 ]
 
 

@@ -128,7 +128,7 @@ class Advantage:
             ).sum(dim=0)
             if self.renormalise:
                 values, spread = _batch_centred(torch.where(absent, total, values), self.unbiased)
-                values = values / (spread + self.eps)
+                values = _divide_spread(values, spread + self.eps)
         # [P, G]. Judged before `best_and_worst` scales: the clip bounds |A| itself.
         saturated = (
             torch.zeros_like(absent) if self.clip is None else (values.abs() > self.clip) & ~absent
@@ -166,10 +166,12 @@ class Advantage:
         if self.std == "none":
             return centred
         if self.std == "group":
-            return centred / (group_std + self.eps)
-        if self.std == "max_group":
-            return centred / (group_std.max() + self.eps)
-        return centred / (_batch_centred(rewards, self.unbiased)[1] + self.eps)
+            spread = group_std
+        elif self.std == "max_group":
+            spread = group_std.max()
+        else:
+            spread = _batch_centred(rewards, self.unbiased)[1]
+        return _divide_spread(centred, spread + self.eps)
 
 
 def reward_statistics(advantages: Advantages, rewards: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -199,6 +201,11 @@ def reward_statistics(advantages: Advantages, rewards: Mapping[str, Tensor]) -> 
     return {name: value.float() for name, value in found.items()}
 
 
+def _divide_spread(centred: Tensor, spread: Tensor) -> Tensor:
+    """Return centred / spread; 0 stays 0, even if the spread is 0 (equal rewards with eps=0)."""
+    return torch.where(centred == 0, centred, centred / spread)
+
+
 def _batch_centred(values: Tensor, unbiased: bool) -> tuple[Tensor, Tensor]:
     """Return (values [P, G] less the mean of all present ones, their deviation); 0 where
     missing."""
@@ -211,7 +218,13 @@ def _batch_centred(values: Tensor, unbiased: bool) -> tuple[Tensor, Tensor]:
 
 def _select_extremes(values: Tensor, total: Tensor, k: int) -> Tensor:
     """Return [P, G] weights of `values`: n/(2k) for the k largest and k smallest present entries of
-    each group, else 0."""
+    each group, else 0.
+
+    Example:
+        >>> values = torch.tensor([[3.0, 0.0, 1.0, 5.0]])
+        >>> _select_extremes(values, values, k=1).tolist()
+        [[0.0, 2.0, 0.0, 2.0]]
+    """
     present = ~total.isnan()
     count = present.sum(dim=1, keepdim=True)
     highest = values.masked_fill(~present, -torch.inf).argsort(dim=1, descending=True, stable=True)

@@ -114,5 +114,10 @@ class Ema:
             self.copy.follow_parameters(parameters, self.decay_at(self.steps))
 
     def decay_at(self, steps: int) -> float:
-        """Return min((1+n)/(10+n), decay)^times."""
+        """Return min((1+n)/(10+n), decay)^times for n = `steps`.
+
+        Example:
+            >>> [Ema(decay=0.9).decay_at(steps) for steps in (0, 8, 1000)]
+            [0.1, 0.5, 0.9]
+        """
         return min((1 + steps) / (10 + steps), self.decay) ** self.times

@@ -187,7 +187,12 @@ class Checkpoint(pl.Callback):
 
 def _retry_pauses(seconds: float) -> list[float]:
     """Return the pauses between tries, at most `seconds` in all. Each doubles the pause before, up
-    to a minute."""
+    to a minute.
+
+    Example:
+        >>> _retry_pauses(10.0)  # 1 + 2 + 4; another 8 would be too many
+        [1.0, 2.0, 4.0]
+    """
     pauses: list[float] = []
     while sum(pauses) + (pause := min(2.0 ** len(pauses), 60.0)) <= seconds:
         pauses.append(pause)

@@ -102,7 +102,12 @@ def _is_pace(name: str) -> bool:
 
 def scalar_metrics(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
     """Return Lightning's scalar metrics, without the `_step` and `_epoch` copies of a name that is
-    present itself."""
+    present itself.
+
+    Example:
+        >>> scalar_metrics({"loss": 1.0, "loss_step": 2.0, "kl_epoch": 0.5})
+        {'loss': 1.0, 'kl_epoch': 0.5}
+    """
     values: dict[str, float] = {}
     for name, value in metrics.items():
         base = name.removesuffix("_step").removesuffix("_epoch")

@@ -22,7 +22,15 @@ from digenrl.record.progress import Progress
 
 @dataclass(frozen=True)
 class World:
-    """Position of this process in the run."""
+    """Position of this process in the run.
+
+    Example:
+        >>> ranks = [World(rank, trainers=2, rollouts=1) for rank in range(4)]
+        >>> [(world.role, world.role_rank, world.role_size) for world in ranks[1:3]]
+        [('trainer', 1, 2), ('rollout', 0, 1)]
+        >>> [world.joined for world in ranks]
+        [False, False, False, True]
+    """
 
     rank: int
     """Launch rank, 0..trainers+rollouts-1; higher for each rollout that joins."""

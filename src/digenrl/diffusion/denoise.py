@@ -265,6 +265,11 @@ def expand_condition(condition: dict[str, Tensor], rows: int) -> dict[str, Tenso
     `rows`.
 
     Conditioning that has one row per sample is returned unchanged.
+
+    Example:
+        >>> condition = {"text": torch.zeros(1, 7), "image": torch.zeros(3, 2)}
+        >>> {name: tuple(value.shape) for name, value in expand_condition(condition, 3).items()}
+        {'text': (3, 7), 'image': (3, 2)}
     """
     return {
         name: value.expand(rows, *value.shape[1:]) if value.shape[0] == 1 else value

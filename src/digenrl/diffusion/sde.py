@@ -97,6 +97,16 @@ class Kernel(ABC):
 
         `drawn`: number of leading tokens of packed latents that have noise, mean and log-prob. The
         tokens behind them follow the ODE. None: all tokens are drawn.
+
+        Example:
+            >>> x, v = torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, -4.0]])
+            >>> s = torch.tensor([0.5])
+            >>> drawn = FlowSDE(1.0).transition(x, v, s, s / 2, s, noise=torch.ones(1, 2))
+            >>> drawn.mean.tolist(), drawn.next_latents.tolist()  # S = std * sqrt(h) = 1 * 0.5
+            ([[0.0, 3.0]], [[0.5, 3.5]])
+            >>> again = FlowSDE(1.0).transition(x, v, s, s / 2, s, next_latents=drawn.next_latents)
+            >>> (again.log_prob - drawn.log_prob).exp().item()  # the ratio before any update
+            1.0
         """
         # x, v [B, *L]; s, s1, guard [B, 1, ..., 1], one number a row.
         x, v, s, s1, guard = _widen_inputs(latents, velocity, sigma, next_sigma, sigma_guard)

@@ -29,7 +29,12 @@ def linear_grid(steps: int) -> Tensor:
 
 def static_shift(t: Tensor, shift: float) -> Tensor:
     """Return k*t / (1 + (k-1)*t) (Esser et al. 2024, arXiv 2403.03206, eq. 23; XueZeyue/DanceGRPO
-    train_grpo_flux.py:127)."""
+    train_grpo_flux.py:127).
+
+    Example:
+        >>> static_shift(linear_grid(4), 3.0).tolist()  # more steps at high noise
+        [1.0, 0.9, 0.75, 0.5, 0.0]
+    """
     if shift <= 0:
         raise ValueError(
             f"shift must be positive, got {shift}: 1.0 is no shift, SD3 and FLUX use 3.0, Wan 5.0"

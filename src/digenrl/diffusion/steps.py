@@ -108,6 +108,12 @@ class RandomSubset:
     DanceGRPO trains int((T-1)*0.6) of the first T-1 steps and keeps noise on the others
     (train_grpo_flux.py:511-572). UniRL and Flow-Factory train `size` steps of a pool and run the
     others by the ODE (untrained="ode").
+
+    Example:
+        >>> RandomSubset(size=2).plan_steps(seed=0, step=0, steps=5)
+        StepPlan(sde=(0, 1, 2, 3), trained=(1, 3))
+        >>> RandomSubset(size=2, untrained="ode").plan_steps(seed=0, step=2, steps=5)
+        StepPlan(sde=(0, 1), trained=(0, 1))
     """
 
     fraction: float | None = 0.6

@@ -81,7 +81,12 @@ def redact(value: Mapping[str, object]) -> dict[str, object]: ...
 def redact(value: object, key: str = "") -> object: ...
 def redact(value: object, key: str = "") -> object:
     """Return `value` (nested dicts and lists of plain values) with every secret replaced by a
-    mask."""
+    mask.
+
+    Example:
+        >>> redact({"api_key": "abc", "steps": 4, "rows": [{"token": "abc"}]})
+        {'api_key': '<redacted>', 'steps': 4, 'rows': [{'token': '<redacted>'}]}
+    """
     if isinstance(value, Mapping):
         return {name: redact(item, str(name)) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -309,7 +309,12 @@ def share_as_folder(path: Path) -> None:
 
 def json_safe(value: object) -> object:
     """Return `value` for JSON: NaN and infinities become null, 0-d tensors and numpy scalars become
-    plain numbers."""
+    plain numbers.
+
+    Example:
+        >>> json_safe({"loss": float("nan"), 3: (1.0, Path("runs"))})
+        {'loss': None, '3': [1.0, 'runs']}
+    """
     if isinstance(value, Mapping):
         return {str(key): json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -80,7 +80,13 @@ class Span:
         return self.end - self.start
 
     def to_dict(self) -> dict[str, object]:
-        """Return the JSON object of a span file: the fields, then the args, flat."""
+        """Return the JSON object of a span file: the fields, then the args, flat.
+
+        Example:
+            >>> row = Span(2, "rollout", "decode", 1.0, 3.0, 0, {"group": 1}).to_dict()
+            >>> list(row.items())[2:]
+            [('stage', 'decode'), ('start', 1.0), ('end', 3.0), ('step', 0), ('group', 1)]
+        """
         return {**{name: getattr(self, name) for name in _FIELDS}, **self.args}
 
     @classmethod

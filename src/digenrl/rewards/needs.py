@@ -125,6 +125,11 @@ def gpus_of(node: Mapping[str, Any]) -> int:
     """Return the GPUs that a scorer takes in a process of its own, from its YAML node.
 
     A judge takes those of its server, a scorer with a `device` one, and others run on processors.
+
+    Example:
+        >>> judge, scorer, rule = {"url": None, "serve": {"gpus": 2}}, {"device": "auto"}, {}
+        >>> [gpus_of(node) for node in (judge, scorer, rule)]
+        [2, 1, 0]
     """
     return int((node.get("serve") or {}).get("gpus", 1)) if "url" in node else int("device" in node)
 

@@ -151,6 +151,10 @@ def check_scores(name: str, scores: object, samples: int) -> Tensor:
     """Return `scores` as [samples] fp32 on the CPU, with NaN where a score is not finite.
 
     Raises RewardError if they are not a floating tensor of exactly that shape.
+
+    Example:
+        >>> check_scores("ocr", torch.tensor([0.5, float("inf")]), samples=2).tolist()
+        [0.5, nan]
     """
     if (
         not isinstance(scores, Tensor)

@@ -167,7 +167,14 @@ def fixed_batches(
 
 
 def picture_detail(media: Tensor) -> Tensor:
-    """Return [N], the mean absolute Laplacian of the samples' brightness."""
+    """Return [N], the mean absolute Laplacian of the samples' brightness.
+
+    Example:
+        >>> flat, dot = torch.zeros(1, 3, 3), torch.zeros(1, 3, 3)
+        >>> dot[0, 1, 1] = 1.0
+        >>> (9 * picture_detail(torch.stack([flat, dot]))).round().tolist()  # 4 + 4 * 1
+        [0.0, 8.0]
+    """
     return laplacian(luma(media)).abs().mean((1, 2, 3))
 
 

@@ -55,7 +55,13 @@ class FixedSamples:
     @property
     def pieces(self) -> tuple[tuple[Prompt, ...], ...]:
         """The prompts of each piece. All pieces have equally many, because sharded weights need the
-        same forwards everywhere."""
+        same forwards everywhere.
+
+        Example:
+            >>> prompts = tuple(map(Prompt, "abcdef"))
+            >>> [len(FixedSamples(prompts, 2, 0, None, 0, batch).pieces) for batch in (None, 4, 10)]
+            [6, 3, 2]
+        """
         total, most = len(self.prompts), max(1, (self.batch or 1) // self.per_prompt)
         # The largest divisor of the number of prompts for which the batch has room.
         size = max(n for n in range(1, most + 1) if total % n == 0)

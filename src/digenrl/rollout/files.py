@@ -32,6 +32,14 @@ def file_of(prompt: Prompt, number: int, seed: int, step: int) -> PromptImage:
     """Return the file that is sample `number` of a group in RL step `step`.
 
     The files of a role are shuffled anew in every RL step, and follow each other in a group.
+
+    Example:
+        >>> cat = Prompt("cat", images=tuple(PromptImage("media", name) for name in "abc"))
+        >>> [file_of(cat, number, seed=0, step=0).digest for number in range(4)]
+        ['a', 'c', 'b', 'a']
+        >>> pair = Prompt("cat", images=tuple(PromptImage(role, role[:1]) for role in PREFERENCE))
+        >>> [file_of(pair, number, seed=0, step=0).digest for number in range(4)]
+        ['p', 'r', 'p', 'r']
     """
     labelled = any(image.role in PREFERENCE for image in prompt.images)
     role = PREFERENCE[number % 2] if labelled else "media"

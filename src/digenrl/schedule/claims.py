@@ -158,7 +158,17 @@ class MemoryClaims:
 
 
 class Claims:
-    """Claims, gives away, confirms and refuses tasks on behalf of one rank."""
+    """Claims, gives away, confirms and refuses tasks on behalf of one rank.
+
+    Example:
+        >>> store, tasks = MemoryClaims(), [Task(0, n, n, 0, 2, 0) for n in range(2)]
+        >>> [Claims(store, rank).take_next_task(0, tasks, range(2)) for rank in (4, 5, 6)]
+        [Claim(position=0, rank=4, attempt=0), Claim(position=1, rank=5, attempt=0), None]
+        >>> store.lost.add(4)
+        >>> _ = Claims(store, 0).return_lost_tasks(4, "killed", trainers=1)
+        >>> Claims(store, 6).take_next_task(0, tasks, range(2))
+        Claim(position=0, rank=6, attempt=1)
+    """
 
     def __init__(self, store: ClaimStore, rank: int) -> None:
         self._store, self._rank = store, rank

@@ -4,8 +4,7 @@ fragments.
 A task is queued under the version that generates it: queue(v) holds the fresh groups of step v,
 then the stale groups of step v+1 (one-step asynchrony). A free rank that holds version v claims the
 next position of queue(v). When the queue is empty, the rank waits for version v+1. With
-async_steps=0, queue(v) is simply step v. Example: of 4 groups with async_steps=1 and
-stale_fraction=0.5, queue(1) has groups 2 and 3 of step 1, then groups 0 and 1 of step 2.
+async_steps=0, queue(v) is simply step v.
 
 A fragment consists of portions. A portion is the part of a group that one update trains. It is the
 whole group, unless several updates share the samples of every group (data.updates_split=samples).

@@ -158,6 +158,14 @@ def search_loans(state: LendingState, k_max: int = K_MAX) -> Decision:
         The best plan's first move. Of equally good moves: the largest loan that fits into the wait,
             else the smallest. A loan that fits costs nothing and relieves the rollout ranks, even
             if it does not shorten this step.
+
+    Example:
+        >>> # One rollout rank has 4 tasks of 4 s left, for two fragments that train 1 s each.
+        >>> left = (0.0,), (4.0,), 4, (2, 2), (0.0, 0.0), (1.0, 1.0)
+        >>> search_loans(LendingState(*left, lend_seconds=4.0))
+        Decision(lend=2, predicted_step_s=10.0, predicted_without=17.0)
+        >>> search_loans(LendingState(*left, lend_seconds=20.0)).lend  # too slow to help
+        0
     """
     tree = _Search(state, k_max)
     start = _Point(0, 0.0, 0, 0, ())

@@ -46,6 +46,13 @@ def left_out(spec: ScheduleSpec, faults: Mapping[int, str | None], group: int) -
 
     Args:
         faults: complete group -> MISSING_REWARD, ZERO_VARIANCE (only if `spec.selects`), or None.
+
+    Example:
+        >>> spec = ScheduleSpec(3, 2, 2, 4, 3, oversample=1)  # two places for three groups
+        >>> [left_out(spec, {0: None, 1: None, 2: None}, group) for group in range(3)]
+        [None, None, 'surplus']
+        >>> [left_out(spec, {0: ZERO_VARIANCE, 1: None, 2: None}, group) for group in range(3)]
+        ['zero_variance', None, None]
     """
     first = update_groups(spec, update_of(spec, group)).start
     # Only earlier groups count, so the answer does not depend on the order of arrival.

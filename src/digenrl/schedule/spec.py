@@ -159,9 +159,14 @@ class ScheduleSpec:
         return [portion % self.prompts for portion in fragment]
 
     def parts_of(self, portion: int) -> range:
-        """Return the task numbers, within their group, that belong to a portion."""
-        # With P=4 groups of 6 tasks and 2 updates over samples, portion 5 is group 1's second half:
-        # its tasks 3, 4, 5.
+        """Return the task numbers, within their group, that belong to a portion.
+
+        Example:
+            >>> # 4 groups of 6 tasks. Portions 1 and 5 are the halves of group 1.
+            >>> spec = ScheduleSpec(4, 6, 1, 4, 3, updates_per_batch=2, updates_split="samples")
+            >>> spec.parts_of(1), spec.parts_of(5)
+            (range(0, 3), range(3, 6))
+        """
         first = portion // self.prompts * self.tasks_per_portion
         return range(first, first + self.tasks_per_portion)
 

@@ -59,6 +59,14 @@ class Ledger:
 
     In-flight samples are kept by (step, group) and task. The identity I10 is therefore a real check
     and not a definition.
+
+    Example:
+        >>> ledger = Ledger()
+        >>> for group in (0, 1, 2):
+        ...     ledger.count_issued(step=0, group=group, samples=4)
+        >>> ledger.count_trained(0, 0), ledger.count_dropped(0, 1, "surplus"), ledger.in_flight
+        (4, 4, 4)
+        >>> ledger.check_balance()  # 12 issued = 4 trained + 4 dropped + 4 in flight
     """
 
     issued: int = 0

@@ -131,6 +131,12 @@ def without_useless_tasks(placement: Placement, useless: frozenset[tuple[int, in
     """Return `placement` without the tasks (group, part) that have no gradient.
 
     The number of micro-batches stays the same. The first ones are empty on every rank.
+
+    Example:
+        >>> steps = (0, 1, 2)
+        >>> placement = (((Block(0, 0, steps),), (Block(0, 1, steps),)),)  # one rank
+        >>> without_useless_tasks(placement, frozenset({(0, 1)}))
+        (((), (Block(group=0, part=0, steps=(0, 1, 2)),)),)
     """
     if not useless:
         return placement

@@ -403,7 +403,15 @@ def _save_state(state: dict[str, object], path: Path) -> None:
 
 
 def _without_tensors(node: object, place: str, tensors: dict[str, Tensor]) -> object:
-    """Return `node` without the tensors in its dictionaries. The tensors go to `tensors`."""
+    """Return `node` without the tensors in its dictionaries. The tensors go to `tensors`.
+
+    Example:
+        >>> tensors: dict[str, Tensor] = {}
+        >>> _without_tensors({"lr": 0.1, "state": [{"mean": torch.zeros(2)}]}, "adam", tensors)
+        {'lr': 0.1, 'state': [{}]}
+        >>> list(tensors)
+        ['adam/state/0/mean']
+    """
     if isinstance(node, list):
         return [
             _without_tensors(value, f"{place}/{index}", tensors) for index, value in enumerate(node)
@@ -427,7 +435,12 @@ def _root_cause(error: CheckpointException) -> BaseException:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the RL steps that a checkpoint's run had finished, from its directory's name."""
+    """Return the RL steps that a checkpoint's run had finished, from its directory's name.
+
+    Example:
+        >>> step_of(Path("runs/digits/checkpoints/step-000012"))
+        12
+    """
     return int(checkpoint.name.rpartition("-")[2])
 
 

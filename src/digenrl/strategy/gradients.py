@@ -79,7 +79,14 @@ def follow_first(tensors: Iterable[Tensor], trainers: int) -> None:
 
 def is_of_a_peer(error: BaseException) -> bool:
     """Return whether `error` is that of a collective whose other end is gone, hangs or was closed.
-    gloo raises it as a plain RuntimeError."""
+    gloo raises it as a plain RuntimeError.
+
+    Example:
+        >>> is_of_a_peer(RuntimeError("[gloo] Connection closed by peer"))
+        True
+        >>> is_of_a_peer(RuntimeError("CUDA out of memory"))
+        False
+    """
     named = isinstance(error, dist.DistError)
     return named or (type(error) is RuntimeError and bool(_BACKEND.search(str(error))))
 

@@ -397,7 +397,12 @@ class BroadcastLink(SocketLink):
 
 
 def _reached_ranks(routes: Routes) -> set[int]:
-    """Return every rank that a message reaches by `routes`."""
+    """Return every rank that a message reaches by `routes`.
+
+    Example:
+        >>> sorted(_reached_ranks({2: [3, 4], 5: []}))  # 2 relays to 3 and 4
+        [2, 3, 4, 5]
+    """
     return {rank for first, further in routes.items() for rank in (first, *further)}
 
 

@@ -25,6 +25,12 @@ def encode_difference(data: Tensor, base: Tensor) -> tuple[Tensor, dict[str, int
 
     Args:
         data, base: uint8 of one even length.
+
+    Example:
+        >>> base, data = torch.tensor([[5, 0, 7, 0, 9, 0], [5, 0, 6, 0, 9, 0]], dtype=torch.uint8)
+        >>> payload, facts = encode_difference(data, base)
+        >>> facts["moved"], apply_difference(payload, facts, base).tolist()  # one word of three
+        (1, [5, 0, 6, 0, 9, 0])
     """
     words = _as_words(data) ^ _as_words(base)
     moved = words != 0

@@ -35,7 +35,15 @@ class Dropped(TypedDict):
 
 class Repeated:
     """What both ends of one direction of a connection remember. Both see the same messages in the
-    same order, so they forget alike."""
+    same order, so they forget alike.
+
+    Example:
+        >>> latents = torch.arange(4.0).reshape(1, 4)
+        >>> steps = {"latents": latents[:, :3], "next_latents": latents[:, 1:]}
+        >>> left, facts = Repeated().drop_repeated(steps)
+        >>> left["latents"].tolist(), left["next_latents"].tolist()  # 0..2 and 1..3 share 1 and 2
+        ([[0.0, 1.0, 2.0]], [[3.0]])
+    """
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, Tensor] = OrderedDict()
