@@ -270,6 +270,7 @@ class Claims:
         """Give up this rank's task unfinished. `offer_released_tasks` offers the task again once
         the rank has left."""
         owner = self._store.task_owner(version, claim.position)
+        # OWNED -> NOBODY. Another owner or attempt: the task came back and went on elsewhere.
         if owner is not None and (owner.rank, owner.attempt) == (self._rank, claim.attempt):
             self._store.replace_owner(
                 version, claim.position, owner, owner._replace(rank=NOBODY, giver=NOBODY)
@@ -281,6 +282,7 @@ class Claims:
         """Make the first `head` tasks of a queue its head. Trainer 0 calls this before any rank can
         hold the version."""
         self._heads[version] = head
+        # Both counters: `claim` starts behind the head, and `head` says where it ends.
         for name in ("head", "claim"):
             self._store.add_to_counter(f"{name}/v{version}", head)
 
@@ -305,6 +307,7 @@ class Claims:
     def forget_old_queues(self, version: int) -> None:
         """Delete what no rank needs once `version` is published: the tasks of old queues, and the
         rest of very old ones."""
+        # Late results still ask who owns their task, so owners outlive the version for a while.
         for number in _queues_of(version - _FORGET_AFTER):
             for position in self._claimed_positions(number):
                 self._store.forget_task(number, position)

@@ -244,6 +244,7 @@ class _Search:
     def loan_fits(self, rounds: int) -> bool:
         """Return whether a loan of `rounds` now ends before the next fragment is ready."""
         state, wait = self.state, self.ready_at(_Point(0, 0.0, 0, 0, ()))
+        # Two switches: the published weights are taken up, and put away again.
         return rounds * state.lend_seconds + 2 * state.switch_seconds <= wait
 
     def spare_tasks(self, end: float) -> float:
@@ -255,6 +256,7 @@ class _Search:
         """
         state = self.state
         times = zip(state.rollout_free, state.rollout_seconds, strict=True)
+        # Whole tasks: what a rank has only begun at `end` counts as undone.
         made = sum(max(0.0, end - free) // seconds for free, seconds in times)
         undone = max(0.0, state.tasks_later + state.later_taken - made)
         return undone * state.lenders / state.lend_seconds / self._rate - state.later_taken
