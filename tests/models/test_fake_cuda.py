@@ -180,11 +180,15 @@ def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(fam
         )
         scores: list[Tensor] = []
 
-        def score(media: Tensor, prompts: list[Prompt], heldout: bool) -> dict[str, Tensor]:
+        def score(
+            media: Tensor, prompts: list[Prompt], heldout: bool, sound: None
+        ) -> dict[str, Tensor]:
             scores.append(scorer(media.to(CUDA), prompts))
             return {"clip": scores[-1].cpu()}
 
-        rewards: Any = SimpleNamespace(score=score, placement="inline", pending=1)
+        rewards: Any = SimpleNamespace(
+            score=score, placement="inline", pending=1, needs_sound=lambda heldout: False
+        )
         sampling = SamplingSpec(steps, torch.bfloat16, same_noise=False, eval_steps=None)
         engine = RolloutEngine(policy, rewards, kernel, AllButLast(), sampling, seed=0)
         found = engine.evaluate_prompts([PROMPT], 2, seed=1, steps=1)
