@@ -30,7 +30,7 @@ def clipped_surrogate(
     yifan123/flow_grpo train_sd3.py:880-893.
 
     Example:
-        A good sample gains nothing above 1.2. For a bad one, the loss goes on rising there:
+        A good sample gains nothing above 1.25. For a bad one, the loss goes on rising there:
 
         >>> ratio = torch.tensor([[0.5, 1.0, 1.5]])  # [b, K]
         >>> clipped_surrogate(ratio, torch.tensor([[1.0]]), clip_low=0.25)
