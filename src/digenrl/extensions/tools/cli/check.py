@@ -146,11 +146,12 @@ def check_memory() -> Iterator[Finding]:
     )
     try:
         from digenrl import accelerator
-        from digenrl.launchers.agreement import check_machine
     except Exception:  # `torch_and_devices` says what is wrong
         return
     # A rank for each GPU, as a run on all of them has.
     if gpus := accelerator.device_count():
+        from digenrl.launchers.agreement import check_machine  # seconds, for Lightning
+
         try:
             check_machine(gpus, gpus=True, alone=True)
         except ValueError as error:
