@@ -140,6 +140,15 @@ def usable_gpus() -> tuple[Device, ...]:
     return tuple(Device(*facts) for facts in answer)
 
 
+def uses_gpus(settings: Settings) -> bool:
+    """Return whether ranks that are forked from this process use its GPUs.
+
+    Raises:
+        ValueError: as `usable_gpus`.
+    """
+    return not settings.hardware.emulate and bool(usable_gpus())
+
+
 def visible_gpus() -> tuple[Device, ...]:
     """Return the GPUs of this process. It asks the driver itself, and must therefore fork no rank
     that uses GPUs."""

@@ -17,7 +17,7 @@ import platform
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import combinations
@@ -115,6 +115,25 @@ def check_machine(
         )
 
 
+def describe_kinds(machines: Iterable[tuple[str, str]]) -> str:
+    """Return the warning for machines, each as (architecture, host), whose processors are of
+    several kinds: the same update differs there in a last bit. Empty: they are of one kind.
+
+    Example:
+        >>> describe_kinds([("x86_64", "a"), ("aarch64", "b"), ("x86_64", "c")])
+        'processors of several kinds: aarch64 on b, x86_64 on a'
+        >>> describe_kinds([("x86_64", "a"), ("x86_64", "c")])
+        ''
+    """
+    first_hosts: dict[str, str] = {}
+    for architecture, host in machines:
+        first_hosts.setdefault(architecture, host)
+    if len(first_hosts) < 2:
+        return ""
+    named = (f"{architecture} on {host}" for architecture, host in sorted(first_hosts.items()))
+    return f"processors of several kinds: {', '.join(named)}"
+
+
 def compare_processes(settings: Settings, place: Place, world: World, session: Session) -> None:
     """Wait for every process of the job, compare them, and test the network between their nodes.
 
@@ -141,8 +160,8 @@ def compare_processes(settings: Settings, place: Place, world: World, session: S
         for process in range(place.size)
     ]
     hosts, architectures, firsts = zip(*all_said, strict=True)
-    if place.rank == 0 and len(kinds := sorted(set(architectures))) > 1:
-        _record_warning(session, f"processors of several kinds: {', '.join(kinds)}")
+    if place.rank == 0 and (warning := describe_kinds(zip(architectures, hosts, strict=True))):
+        _record_warning(session, warning)
     nodes = [process for process, is_first in enumerate(firsts) if is_first]
     speeds = _test_pairs(control, session, nodes, place.rank)
     if place.rank == 0 and len(nodes) > 1:
@@ -166,12 +185,9 @@ def compare_with_driver(
     own, control = facts_of(settings), Control(StoreClient(*session.store), world.rank)
     # Nobody knows how many ranks come to this machine. The last one counts them all.
     here = control.add(f"seated/{own.host}", 1)
-    if own.architecture != driver.architecture and here == 1:
-        _record_warning(
-            session,
-            f"processors of several kinds: {driver.architecture} on {driver.host}, "
-            f"{own.architecture} on {own.host}",
-        )
+    kinds = ((facts.architecture, facts.host) for facts in (driver, own))
+    if here == 1 and (warning := describe_kinds(kinds)):
+        _record_warning(session, warning)
     try:
         if differences := find_differences(driver, own):
             raise ValueError(

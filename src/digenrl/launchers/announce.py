@@ -47,7 +47,7 @@ def describe_launch(job: Job, run_dir: Path, checkpoint: Path | None) -> list[st
         f"ranks     {ranks if rollouts else f'{trainers} colocated'}, "
         f"{settings.parallel.sharding}, "
         f"{f'tokens over {settings.parallel.context}, ' if settings.parallel.context > 1 else ''}"
-        f"{'GPU' if not settings.hardware.emulate and devices.usable_gpus() else 'CPU'}",
+        f"{'GPU' if devices.uses_gpus(settings) else 'CPU'}",
         f"step      {prompts} prompts x {data.group_size} samples = {samples} samples, "
         f"{settings.sampling.steps} denoising steps, "
         f"{settings.algorithm.updates_per_batch} updates; "

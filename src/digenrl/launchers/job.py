@@ -249,5 +249,5 @@ def check_place(composed: Composed, place: Place | None) -> None:
         here = place.local_size
     asked = composed.settings.network
     Network(asked.interface, asked.ports).check_listeners(1 + here)
-    gpus = not composed.settings.hardware.emulate and bool(devices.usable_gpus())
+    gpus = devices.uses_gpus(composed.settings)
     check_machine(here, gpus, alone=place is None or place.size == place.local_size)

@@ -33,7 +33,12 @@ from digenrl.cluster.timers import BEAT_EVERY_S
 from digenrl.cluster.vitals import HeartbeatMonitor, watch_key
 from digenrl.cluster.world import Session, World
 from digenrl.config.settings import Settings
-from digenrl.launchers.agreement import ProcessFacts, check_machine, find_differences
+from digenrl.launchers.agreement import (
+    ProcessFacts,
+    check_machine,
+    describe_kinds,
+    find_differences,
+)
 from digenrl.launchers.reaching import source_address
 from digenrl.record.run_dir import LOGS, own_folder
 from digenrl.settle import begins_with
@@ -81,13 +86,9 @@ def check_agreement(request: JoinRequest, own: ProcessFacts) -> None:
             f"{'; '.join(differences)}. Copy config.yaml anew from the run's directory, and change "
             "nothing; start the rollout from the same checkout and environment."
         )
-    if run.architecture != own.architecture:
-        print(
-            f"processors of several kinds: {run.architecture} on {run.host}, {own.architecture} on "
-            f"{own.host}",
-            file=sys.stderr,
-        )
-    gpus = not request.settings.hardware.emulate and bool(devices.usable_gpus())
+    if warning := describe_kinds((facts.architecture, facts.host) for facts in (run, own)):
+        print(warning, file=sys.stderr)
+    gpus = devices.uses_gpus(request.settings)
     check_machine(1, gpus, alone=own.host == run.host)
 
 
