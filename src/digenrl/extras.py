@@ -21,7 +21,7 @@ def named_in_errors(extra: str, user: str) -> Iterator[None]:
         user: what needs the packages, as the message begins.
 
     Raises:
-        ImportError: one of them is not installed.
+        ImportError: a package of the extra is not installed.
     """
     try:
         yield

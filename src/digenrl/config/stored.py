@@ -351,7 +351,7 @@ def compare_ties(
     and resumed.
 
     Args:
-        ties: results of `tie_of`. Each value must agree with at least one of them. Empty: the
+        ties: results of `tie_of`. Each value must agree with at least one tie. Empty: the
             checkpoint holds no digests.
         words: the command line. A key that it sets may differ, and gives a note.
 
