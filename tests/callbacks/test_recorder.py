@@ -86,6 +86,20 @@ def test_an_algorithm_without_ratios_records_none(tmp_path: Path) -> None:
     assert "first_ratio_max_dev" not in read_run(tmp_path).steps[0]
 
 
+def test_clipped_cells_of_a_first_update_are_told_once_while_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def clip(module: Module) -> None:
+        share = (0.0, 0.25, 0.5)[module.current_epoch]
+        module.log("clip_fraction/first", share, on_step=False, on_epoch=True)
+
+    fit(tmp_path, 1, Module(clip))
+    assert "first update" not in caplog.text
+    fit(tmp_path / "clipped", 3, Module(clip))
+    (told,) = [text for text in caplog.messages if "first update" in text]
+    assert told.startswith("Up to 25.0% of a first update's cells were clipped")
+
+
 def test_a_resumed_fit_is_told_apart_and_continues_the_count(tmp_path: Path) -> None:
     fit(tmp_path, 2).save_checkpoint(tmp_path / "two.ckpt")
     fit(tmp_path, 4, ckpt_path=str(tmp_path / "two.ckpt"))

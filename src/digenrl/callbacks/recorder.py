@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,10 @@ import torch
 from torch import Tensor
 
 from digenrl.record.run_dir import METRICS, append_event, append_jsonl, hold_reserve, unix_time
+from digenrl.report.alarms import clipped_alarm
 from digenrl.types import StepGivenUp
+
+_LOG = logging.getLogger(__name__)
 
 
 class Recorder(pl.Callback):
@@ -26,6 +30,7 @@ class Recorder(pl.Callback):
     def __init__(self) -> None:
         self._step_began = time.monotonic()
         self._first_epoch_of_fit: int | None = None
+        self._told_clipped = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._step_began = time.monotonic()
@@ -46,6 +51,10 @@ class Recorder(pl.Callback):
         elapsed, self._step_began = now - self._step_began, now
         if not trainer.is_global_zero:
             return
+        clipped = metrics.get("clip_fraction/first", 0.0)
+        if clipped > 0 and not self._told_clipped:  # once: the report tells the largest share
+            self._told_clipped = True
+            _LOG.warning(clipped_alarm(clipped))
         if trainer.optimizers:
             metrics.setdefault("lr", float(trainer.optimizers[0].param_groups[0]["lr"]))
         # What the strategy knows of the step: samples, samples_per_s, staleness_max,

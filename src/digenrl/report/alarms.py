@@ -28,11 +28,7 @@ def find_alarms(summary: Summary) -> list[str]:
         )
     clipped = summary["clipped_first"]
     if is_number(clipped) and clipped > 0:
-        found.append(
-            f"Up to {clipped:.1%} of a first update's cells were clipped, although the weights "
-            "were those that made the samples: rounding reaches algorithm.clip_range. Set "
-            "schedule.tsp.batch=1 and model.compile=false, or a larger clip range."
-        )
+        found.append(clipped_alarm(clipped))
     found += _learning_alarms(summary)
     found += summary["alarms"]
     dropped = summary["dropped"]
@@ -56,6 +52,15 @@ def find_alarms(summary: Summary) -> list[str]:
             "predicted."
         )
     return found
+
+
+def clipped_alarm(share: float) -> str:
+    """Return the warning for a first update with `share` of its cells clipped."""
+    return (
+        f"Up to {share:.1%} of a first update's cells were clipped, although the weights were "
+        "those that made the samples: rounding reaches algorithm.clip_range. Set "
+        "schedule.tsp.batch=1 and model.compile=false, or a larger clip range."
+    )
 
 
 def _learning_alarms(summary: Mapping[str, object]) -> list[str]:
