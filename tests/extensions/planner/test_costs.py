@@ -476,6 +476,19 @@ def test_a_version_crosses_a_slow_line_as_a_difference() -> None:
     assert fetch_seconds(costs.work, fast, 2) == fetch_seconds(plain.work, fast, 2)
 
 
+def test_trajectories_cross_a_slow_line_without_what_travelled_before() -> None:
+    """Of S trained steps, S + 1 latents travel in place of 2 S."""
+    slow, fast = Line(0.0125, 0.02), Line(10.0, 0.0)
+    work, steps = replace(WORK, compressed=True), WORK.trained_steps
+    latent = 4 * WORK.latent_elements * WORK.storage_bytes
+    assert steps > 1
+    for line, fewer in ((slow, steps - 1), (fast, 0)):
+        saved = send_seconds(WORK, line, 4) - send_seconds(work, line, 4)
+        assert saved == pytest.approx(fewer * latent / (line.gb_s * 1e9))
+    single = replace(work, trained_steps=1)
+    assert send_seconds(single, slow, 4) == send_seconds(replace(WORK, trained_steps=1), slow, 4)
+
+
 @pytest.mark.parametrize(("relayed", "copies"), [(True, 2), (False, 8)])
 def test_a_version_is_held_once_on_a_machine_and_where_it_arrived(
     relayed: bool, copies: int

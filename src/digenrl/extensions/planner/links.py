@@ -117,13 +117,23 @@ def task_bytes(work: Workload, task_size: int) -> float:
     It holds the latents before and after every trained step in storage dtype, and the prompt's
     embedding in 16 bit.
     """
-    latents = 2 * task_size * work.trained_steps * work.latent_elements * work.storage_bytes
-    return latents + 2.0 * CONDITION_WIDTH * work.text_tokens * work.passes
+    return _latent_bytes(work, task_size) + 2.0 * CONDITION_WIDTH * work.text_tokens * work.passes
+
+
+def _latent_bytes(work: Workload, task_size: int) -> float:
+    """Return the bytes of a task's latents before and after every trained step."""
+    return 2.0 * task_size * work.trained_steps * work.latent_elements * work.storage_bytes
 
 
 def send_seconds(work: Workload, line: Line, task_size: int) -> float:
-    """Return the seconds of a finished task on the line between two places."""
-    return line.transfer_seconds(task_bytes(work, task_size))
+    """Return the seconds of a finished task on the line between two places. On a line that carries
+    differences, latents that are after one trained step and before the next travel once
+    (`transport/repeated.py`). Trained steps are taken to follow each other, and every task to be
+    the first of its prompt."""
+    size, steps = task_bytes(work, task_size), work.trained_steps
+    if carries_differences(work, line):
+        size -= (steps - 1) / (2 * steps) * _latent_bytes(work, task_size)
+    return line.transfer_seconds(size)
 
 
 def fetch_seconds(work: Workload, line: Line, nodes: int) -> float:
