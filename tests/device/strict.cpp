@@ -666,6 +666,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   if (ours(to) && to.numel()) touch(to.storage().data(), stream, true, "copy");
   const bool crosses = ours(from) != ours(to);
   const Tensor& host = ours(from) ? to : from;
+  if (crosses && from.scalar_type() != to.scalar_type()) ++calls["copy across that casts"];
   const bool late = LAZY && non_blocking && crosses && is_pinned(host.storage().data());
   Tensor source = ours(from) ? as_cpu(from, !late) : from, target = ours(to) ? as_cpu(to, !late) : to;
   if (late) {  // pinned memory stays until the copy is done, as with CUDA's host allocator; the device's is looked after by `release`

@@ -7,6 +7,7 @@ import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,14 @@ from digenrl.rewards.protocol import resolve_device
 from digenrl.rewards.scorer import AsyncScorer
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import SamplingSpec, ode_samples
-from digenrl.transport.weights import Version, adopt, exchanged_values, host_copy, publish
+from digenrl.transport.weights import (
+    Version,
+    adopt,
+    compute_digest,
+    exchanged_values,
+    host_copy,
+    publish,
+)
 from digenrl.types import Prompt, move_tensors
 from reward_models.jpeg_size import JpegSize
 from tests.models.tiny_policies import make, prompt
@@ -81,9 +89,11 @@ def test_spans_last_as_long_as_the_device_works_and_nobody_waits(tmp_path: Path)
     assert lasted["decode"] == pytest.approx(0.15, abs=0.02)
 
 
-def sent(parameters: dict[str, torch.Tensor]) -> Version:
-    nobody = SimpleNamespace(multicast=lambda routes, message: None)
-    return publish(1, parameters, nobody, {}, lambda digest: None)  # type: ignore[arg-type]
+def sent(
+    parameters: dict[str, torch.Tensor], like: dict[str, torch.Tensor] | None = None
+) -> Version:
+    nobody: Any = SimpleNamespace(multicast=lambda routes, message: None)
+    return publish(1, parameters, nobody, {}, lambda digest: None, like)
 
 
 def numbers(device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
@@ -104,6 +114,20 @@ def test_a_version_is_a_copy_in_pinned_memory(number: int) -> None:
     adopt(other, version)
     assert all(value.device == device for value in other.values())
     assert all(torch.equal(value.cpu(), plain[name]) for name, value in other.items())
+
+
+def test_a_version_is_cast_where_the_weights_are() -> None:
+    """A copy across that also casts goes through pageable memory and one thread of the host."""
+    mine, plain = numbers(DEVICE), numbers()
+    like = {name: value.to("cpu", torch.bfloat16) for name, value in plain.items()}
+    casts = strict.calls().get("copy across that casts", 0)
+    version = sent(mine, like)
+    assert strict.calls().get("copy across that casts", 0) == casts
+    assert all(tensor.is_pinned() for tensor in version.tensors.values())
+    assert all(torch.equal(version.tensors[name], like[name]) for name in like)
+    assert version.digest == sent(plain, like).digest == compute_digest(mine, like)
+    like["a"].copy_(mine["a"])  # what is counted
+    assert strict.calls()["copy across that casts"] == casts + 1
 
 
 def test_weights_are_exchanged_and_come_back() -> None:
