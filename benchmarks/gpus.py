@@ -29,7 +29,7 @@ from typing import Any
 import lightning.pytorch as pl
 import psutil
 
-from benchmarks._shared import Report, options
+from benchmarks._shared import Report, options, require_known
 from digenrl import accelerator
 
 ROOT = Path(__file__).parents[1]
@@ -101,7 +101,7 @@ FSDP = ("parallel.sharding=fsdp",)
 ALL_WEIGHTS = ("model.lora=null",)
 STEPS = (
     Step("ddp", 2, 0, resumed=True),
-    Step("ddp-torchrun", 2, 0, torchrun=True),
+    Step("ddp-torchrun", 2, 0, torchrun=True, resumed=True),
     Step("split", 1, 1),
     Step("broadcast", 1, 1, ("network.publication=broadcast",)),
     Step("all-weights", 1, 1, ALL_WEIGHTS, resumed=True),
@@ -224,7 +224,10 @@ def main(given: Mapping[str, str]) -> int:
         if device == "cpu"
         else ["trainer.accelerator=gpu", "model.dtype=bfloat16"]
     )
-    names = [step.name for step in STEPS] if given["steps"] == "all" else given["steps"].split(",")
+    names = [step.name for step in STEPS]
+    if given["steps"] != "all":
+        require_known(given, "steps", names)
+        names = given["steps"].split(",")
     report = Report(
         f"{gpus} GPUs of one machine, step by step",
         machine(device),
