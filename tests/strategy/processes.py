@@ -141,7 +141,8 @@ class Probe(pl.Callback):
             if block.weight == 0.0:
                 self._padded += block.samples * len(block.steps)
                 continue
-            (name,) = batch.reward_weights
+            # [rewards, P, G]; a single reward is a scalar of each sample
+            rewards = torch.stack([batch.rewards[name] for name in sorted(batch.reward_weights)])
             for row in range(block.samples):
                 sample = block.numbers[row]
                 for k, denoise_step in enumerate(block.steps.tolist()):
@@ -154,7 +155,7 @@ class Probe(pl.Callback):
                         f"{key}/latents": block.latents[row, k].clone(),
                         f"{key}/next_latents": block.next_latents[row, k].clone(),
                         f"{key}/log_prob": block.log_probs[row, k].clone(),
-                        f"{key}/reward": batch.rewards[name][block.group, sample].clone(),
+                        f"{key}/reward": rewards[:, block.group, sample].squeeze(0).clone(),
                     }
 
     def on_before_optimizer_step(

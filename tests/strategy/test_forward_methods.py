@@ -11,6 +11,7 @@ import torch
 
 from digenrl.config import load
 from digenrl.config.settings import Settings
+from tests.models.tiny_policies import BOTH
 from tests.strategy.processes import SGD, TINY, Job, assert_same_cells, completed, run_series
 from tests.strategy.test_equality import lend_always
 
@@ -30,6 +31,39 @@ def settings_of(method: str, *words: str) -> Settings:
     """The tiny configuration of a method. DGPO's group is one task."""
     tasks = ["sampling.task_size=4"] if method == "dgpo" else []
     return load([f"experiment=digits_{method}", *TINY[1:], *SGD, *tasks, *words]).settings
+
+
+SOUND = (
+    "sampling=ltx2_512x768x121",
+    "data=videos",
+    "reward=clap",
+    "+reward.rewards.clap.for=[audio]",
+    "+reward.rewards.size={for:[video],scorer:{_target_:reward_models.jpeg_size.JpegSize}}",
+    "+reward.rewards.size.weight=1",
+    "hardware=cpu_tiny",
+    "max_rl_steps=2",
+    "~callbacks.evaluation",
+    "logger=none",
+)
+"""Videos with sound, with a reward for each."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_reward_for_sound_trains_the_same_weights_with_every_schedule(tmp_path: Path) -> None:
+    def settings(*words: str) -> Settings:
+        chosen = ["experiment=zimage_turbo_nft", f"model={BOTH}"]
+        return load([*chosen, *SOUND, *SGD, *TINY[-2:], *words]).settings
+
+    jobs = [
+        Job(name, settings(*SCHEDULES[name]), lend_always if name == "lent" else None)
+        for name in ("sync", "lent")
+    ]
+    plain, lent = (completed(cluster) for _, cluster in run_series(tmp_path, 1, 1, jobs))
+    assert_same_cells(lent, plain)
+    assert any(bool(gradient.any()) for each in plain.gradients for gradient in each.values())
+    for key, value in plain.weights.items():
+        assert torch.equal(lent.weights[key], value), key
 
 
 @pytest.mark.parametrize(
