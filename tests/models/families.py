@@ -233,8 +233,8 @@ class Row:
     shown: Callable[[Tensor], Tensor] = as_it_is
     """What is made of the pipeline's media [B, ..., H, W, C] before they are scored."""
     converter: Converter | None = None
-    """diffusers' own, of the published checkpoint of one network; None: it has none, or names are
-    compared elsewhere."""
+    """diffusers' own, of the published checkpoint of one network; None: it has none (HunyuanVideo 1.5
+    is converted by a script that no package holds), or names are compared elsewhere."""
     converter_width: int = 8
     """Width of a network that the converter reads."""
     unusual: bool = False
@@ -255,6 +255,7 @@ _ROWS: dict[str, Row] = {
         text_length=64,
         counts_tokens=True,
         call=explicit_scheduler,
+        converter=checkpoints.convert_wan_transformer_to_diffusers,
     ),
     "wan22": Row(
         published={"wan22_a14b": (28.58, 420, 614)},
@@ -264,6 +265,7 @@ _ROWS: dict[str, Row] = {
         size=VIDEO,
         text_length=64,
         call=explicit_scheduler,
+        converter=checkpoints.convert_wan_transformer_to_diffusers,
     ),
     "wan_i2v": Row(
         published={"wan21_i2v_14b": (16.39, 262, 359)},
@@ -272,6 +274,7 @@ _ROWS: dict[str, Row] = {
         size=VIDEO,
         text_length=512,
         call=explicit_scheduler,
+        converter=checkpoints.convert_wan_transformer_to_diffusers,
     ),
     "hunyuan_video": Row(
         published={"hunyuan_video": (12.82, 110, 228)},
@@ -308,6 +311,7 @@ _ROWS: dict[str, Row] = {
         call=plain_guidance,
         latents=streams,
         result=joined,
+        converter=checkpoints.convert_ltx2_transformer_to_diffusers,
     ),
     "ltx23": Row(
         published={"ltx23": (18.99, 428, 617)},
@@ -320,6 +324,7 @@ _ROWS: dict[str, Row] = {
         call=plain_guidance,
         latents=streams,
         result=joined,
+        converter=checkpoints.convert_ltx2_transformer_to_diffusers,
     ),
     "minimax_h3": Row(
         published={"minimax_h3": (33.12, 161, 333)},
