@@ -61,6 +61,18 @@ def test_samples_whose_cells_are_skipped_are_not_trained(
     assert reading._trained_samples(config) == trained
 
 
+@pytest.mark.parametrize(
+    ("size", "pairs", "trained"), [(8, 1, 2), (4, 1, 4), (8, 3, 6), (2, 1, None), ("auto", 1, 2)]
+)
+def test_pairs_of_each_task_are_trained(size: int | str, pairs: int, trained: int | None) -> None:
+    """Of a group of eight; one task holds a group whose tasks the planner sizes."""
+    words = ("experiment=digits_dpo", "data.group_size=8", f"algorithm.pairs={pairs}")
+    config = configuration.load([*words, f"sampling.task_size={size}"]).settings
+    assert reading._trained_samples(config) == trained
+    offline = ["experiment=digits_offline_dpo", "data.group_size=8", "sampling.task_size=8"]
+    assert reading._trained_samples(configuration.load(offline).settings) is None
+
+
 def test_evaluations_go_to_rollouts_where_each_has_room(
     loaded: Composed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

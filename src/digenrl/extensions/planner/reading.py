@@ -38,6 +38,8 @@ from digenrl.settle import (
 
 _WITH_BASE = (".DPO", ".OfflineDPO", ".DGPO")
 """End the `_target_` of algorithms that always compare with the base model."""
+_IN_PAIRS = ".DPO"
+"""Ends the `_target_` of the algorithm that trains pairs of its tasks alone."""
 _FROM_START = (".AWM", ".DecoupledPPO")
 """End the `_target_` of algorithms and surrogates that compare later updates of a batch with the
 weights before its first."""
@@ -246,18 +248,24 @@ def _adapter_numbers(path: str | None) -> int:
 
 
 def _trained_samples(settings: Settings) -> int | None:
-    """Return 2k if only the k best and k worst samples of a group are trained, else None.
+    """Return how many samples of a group are trained, None for all.
 
-    This needs three settings: only these samples have an advantage, no other loss term needs the
-    others, and cells without a gradient are skipped.
+    Online DPO takes `pairs` pairs of each task. Elsewhere, 2k are trained if only the k best and k
+    worst samples have an advantage, no other loss term needs the others, and cells without a
+    gradient are skipped.
     """
+    group, size = settings.data.group_size, settings.sampling.task_size
+    if settings.algorithm.target.endswith(_IN_PAIRS):
+        pairs = 2 * int(settings.algorithm.get("pairs") or 1)
+        tasks = 1 if isinstance(size, str) else -(-group // size)
+        return pairs * tasks if pairs * tasks < group else None
     k = settings.algorithm.advantage.get("best_and_worst")
     skips = (
         settings.schedule.skip_zero
         and settings.algorithm.holds_key("surrogate")
         and not settings.algorithm.kl_weight
     )
-    return 2 * k if k and skips and 2 * k < settings.data.group_size else None
+    return 2 * k if k and skips and 2 * k < group else None
 
 
 def _has_room(settings: Settings, work: Workload) -> bool:
