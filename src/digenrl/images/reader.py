@@ -106,7 +106,7 @@ def flatten_picture(opened: Image) -> Image:
     from PIL import Image, ImageOps
 
     if opened.format == "PNG" and (tile := getattr(opened, "tile", None)):
-        _scale_transparent(opened, _TO_8_BITS.get(tile[0].args, 1.0))
+        _scale_transparent(opened, _TO_8_BITS.get(tile[0][3], 1.0))
     picture = opened
     if opened.mode in _DEEP_GREY or opened.mode in ("I", "F"):
         picture = _in_8_bits(opened)
