@@ -72,10 +72,9 @@ def exposed_seconds(pool: Pool, communicating: float, computing: float) -> float
     return communicating - min(efficiency_of(pool).hidden * communicating, computing)
 
 
-def gradient_bytes(
-    work: Workload, ranks: int, shards: int = 1, share: float | None = None
-) -> float:
-    """Return the bytes that each of `ranks` sends for the average of fp32 gradients.
+def gradient_bytes(values: float, ranks: int, share: float | None = None) -> float:
+    """Return the bytes that each of `ranks` sends for the average of a gradient of `values` in
+    fp32.
 
     An all-reduce sends each value twice, but for the rank's own part. An all-gather of the largest
     values sends them to all others, each with its place of 4 bytes (`strategy/exchange.py`).
@@ -84,14 +83,12 @@ def gradient_bytes(
         share: part of the values that a rank sends (`parallel.compress`); None: all.
 
     Example:
-        >>> from types import SimpleNamespace
-        >>> work = SimpleNamespace(trained_parameters=1000)
-        >>> gradient_bytes(work, 2), gradient_bytes(work, 2, share=0.01)
+        >>> gradient_bytes(1000, ranks=2), gradient_bytes(1000, ranks=2, share=0.01)
         (4000.0, 80)
     """
     if share is not None:
-        return 8 * math.ceil(share * work.trained_parameters) * (ranks - 1)
-    return 2 * 4 * work.trained_parameters / shards * (ranks - 1) / ranks
+        return 8 * math.ceil(share * values) * (ranks - 1)
+    return 2 * 4 * values * (ranks - 1) / ranks
 
 
 def reduce_seconds(
@@ -109,7 +106,7 @@ def reduce_seconds(
     """
     if ranks == 1:
         return 0.0
-    volume = gradient_bytes(work, ranks, shards, share)
+    volume = gradient_bytes(work.trained_parameters / shards, ranks, share)
     seconds = volume / ring_bandwidth(pools, ranks * shards) + 1e-3
     if line is None:
         return seconds

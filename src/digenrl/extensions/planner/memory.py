@@ -270,9 +270,8 @@ def trainer_memory(work: Workload, load: TrainerLoad, recompute: Recompute) -> M
     # When activations are gone, the layers outside scatter their gradients: they hold weights and
     # gradients in 16 bit, and in fp32 what is sent and received. Then the optimizer's step takes
     # another copy of the trained weights, as did the flat gradient of replicas before it
-    # (tests/device/inside/test_parts.py).
-    # Trainers that exchange the largest values keep the others, and those of the update before. They
-    # compare the values beside them.
+    # (tests/device/inside/test_parts.py). Trainers that exchange the largest values keep the rest,
+    # and that of the update before. They compare the values beside them.
     largest = work.gradient_share != "off"
     update = (
         max(4 * share * (1 + largest), outside * (8 + 4 / shards) * (full and shards > 1))
