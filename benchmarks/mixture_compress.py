@@ -5,7 +5,9 @@ trainers (`parallel.compress`): score against bytes.
 
 A run is Flow-GRPO's of `benchmarks.mixture_study` (KL weight 1), divided over two processes. Both
 draw all samples, each trains every second one, and they exchange gradients over gloo with the code
-of a real run. Score, KL and noise are that study's. Its record, mixture_runs.jsonl, keeps the runs.
+of a real run. Score, KL and noise are that study's. Its record, mixture_runs.jsonl, keeps the runs. The
+table has the bytes that a trainer sends in an update, and the score lost against the run of the
+same seed with whole gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks._shared import RESULTS, options
+from benchmarks._shared import RESULTS, Report, options
 from benchmarks.mixture_study import (
     ALGORITHMS,
     RUNS,
@@ -35,7 +37,7 @@ from benchmarks.mixture_study import (
     identity,
     judge,
 )
-from benchmarks.mixture_tables import begun, of, shown
+from benchmarks.mixture_tables import of, shown
 from digenrl.extensions.planner.links import gradient_bytes
 from digenrl.strategy.exchange import GradientExchange
 from digenrl.types import CellBlock, TrainBatch
@@ -158,17 +160,12 @@ def rows_of(shares: Sequence[float], seeds: int, steps: int, keep: bool) -> list
 
 def write_table(rows: Sequence[dict[str, Any]], wanted: int) -> None:
     """Write mixture_compress.md: a row per share."""
-    columns = (
-        "share",
-        "bytes of an update",
-        "less",
-        "score",
-        "spread",
-        "lost",
-        "KL",
-        "share of best",
+    columns = ("compress", "bytes sent an update", "score", "spread", "lost", "KL")
+    notes = (
+        f"{len(rows)} of {wanted} runs of {rows[0]['steps']} RL steps, two trainers. Intervals are of "
+        "95 %, by Student's t over seeds; *lost* is paired by seed."
     )
-    report = begun("Compressed gradients on the tilted mixture", rows, wanted, columns)
+    report = Report("Compressed gradients on the tilted mixture", notes, columns)
     whole = {row["seed"]: row for row in of(rows, value=1.0)}
     for share in sorted({row["value"] for row in rows}, reverse=True):
         runs = of(rows, value=share)
@@ -177,18 +174,11 @@ def write_table(rows: Sequence[dict[str, Any]], wanted: int) -> None:
         report.row(
             "off" if share == 1.0 else f"{share:g}",
             f"{runs[0]['bytes']:.0f}",
-            f"{whole[runs[0]['seed']]['bytes'] / runs[0]['bytes']:.0f} x" if whole else "-",
             shown(scores),
             f"{min(scores):.3f} .. {max(scores):.3f}",
             "-" if share == 1.0 or not lost else shown(lost),
             f"{statistics.fmean(row['kl'] for row in runs):.3f}",
-            f"{statistics.fmean(row['gain'] / row['best'] for row in runs):.3f}",
         )
-    report.say(
-        "Two trainers, `parallel.compress`. Bytes: what a trainer sends in an update. Lost: score "
-        "without compression minus score with it, paired by seed. Share of best: gain over the "
-        "best gain at the run's KL."
-    )
     report.write(RESULTS / "mixture_compress.md")
 
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 CONNECTION_GB_S = 1.2
 """GB/s of one TCP connection, from publishing to adopting (benchmarks/publish.py over loopback on
 two processor cores)."""
-LEAST_SHARE = 1e-3
-"""Smallest share of a gradient that a line's speed chooses: deep gradient compression sends no less
-(Lin et al., arXiv 1712.01887)."""
+LEAST_SHARE = 0.01
+"""Smallest share of a gradient that a line's speed chooses: the smallest one that costs nothing in
+benchmarks/results/mixture_compress.md."""
 
 
 @dataclass(frozen=True)
@@ -226,15 +226,15 @@ def gradient_share(
     chosen value has a number and a place, 8 bytes that reach each of n trainers. An all-reduce
     moves 4 bytes twice. So share x 8 (n - 1) / line = 8 (n - 1) / n / network. This is AdaTopK's
     idea of ratios in proportion to links' times (FusionLLM, arXiv 2410.12707), for a sum that
-    crosses every link.
+    crosses every link. A line of half the network's speed needs no compression.
 
     Example:
         >>> pools = [Pool(name, "", 4, "trainer", 80, 1, 1, 100, 1.25, 4) for name in ("a", "b")]
-        >>> wan = {frozenset(("a", "b")): Line(gb_s=0.0125)}
+        >>> wan = {frozenset(("a", "b")): Line(gb_s=0.125)}
         >>> gradient_share("auto", Hardware(tuple(pools), lines=wan), [("a", "trainer")] * 4)
         >>> ranks = [("a", "trainer"), ("b", "trainer")]
         >>> gradient_share("auto", Hardware(tuple(pools), lines=wan), ranks)
-        0.005
+        0.05
     """
     if not isinstance(asked, str):
         return asked
@@ -242,7 +242,7 @@ def gradient_share(
     if asked == "off" or line is None:
         return None
     trainers = [hardware.find_pool(name) for name, role in ranks if role == "trainer"]
-    share = line.gb_s / min(pool.inter_gb_s for pool in trainers) / len(trainers)
-    share = float(f"{max(share, LEAST_SHARE):.2g}")  # as the settled configuration shows it
-    # A line as fast as the network of a place needs no compression.
-    return share if share * len(trainers) < 1.0 else None
+    speed = line.gb_s / min(pool.inter_gb_s for pool in trainers)
+    share = max(speed, min(LEAST_SHARE * len(trainers), 0.5)) / len(trainers)
+    # Two digits, as the settled configuration shows it.
+    return float(f"{share:.2g}") if speed < 0.5 else None

@@ -2,10 +2,9 @@
 feedback (`parallel.compress`).
 
 A trainer adds its gradient to what it has not sent yet, sends the largest values of this sum, and
-keeps the others for the next update (Stich et al., arXiv 1809.07599; arXiv 1712.01887). Largest
-values and not a low rank (PowerSGD): matrices of an adapter have a low rank already, and a share
-may be as small as a line's speed asks (AdaTopK of FusionLLM, arXiv 2410.12707). torch's hooks need
-the buckets of DDP, in which trainers are not wrapped.
+keeps the others for the next update (Stich et al., arXiv 1809.07599). Largest values and not a low
+rank (PowerSGD): matrices of an adapter have a low rank already, and a share may be as small as a
+line's speed asks. torch's hooks need the buckets of DDP, in which trainers are not wrapped.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ class GradientExchange:
         A value that is not finite reaches every trainer, so that the update is skipped. What was
         not sent before then stays as it was.
 
-        Raises:
-            ValueError: more than `MOST_VALUES` values are trained.
+        Raises ValueError if more than `MOST_VALUES` values are trained.
         """
         if self._share is None:
             gradients.average_grads(parameters.values(), self._trainers)
@@ -67,8 +65,7 @@ class GradientExchange:
                 f"parallel.compress = {self._share:g}: {length} values are trained, at most "
                 f"{MOST_VALUES} can be; train an adapter (model.lora), or set it to off."
             )
-        # Without a gradient here, unsent values wait: an optimizer must not touch a parameter that
-        # has a gradient nowhere.
+        # Other unsent values wait: no optimizer may touch what has a gradient nowhere.
         offered = here.repeat_interleave(sizes)  # [N]
         pending = self._add_unsent(parameters, scale)  # [N] fp32
         # NaN counts as the largest.
@@ -120,7 +117,7 @@ class GradientExchange:
         return total, torch.stack([told[2 * end :] for told in everyone]).sum(dim=0)
 
     def checkpoint_entry(self, before: bool = False) -> dict[str, Any]:
-        """Return what a checkpoint adds: {} or `UNSENT`, of which this trainer has its own row.
+        """Return what a checkpoint adds: `UNSENT`, of which this trainer has its own row, or {}.
         Every trainer calls this. `before`: as it was before the last update."""
         kept = self._unsent_before if before else self._unsent
         if not kept:
@@ -131,8 +128,7 @@ class GradientExchange:
         return {UNSENT: {n: DTensor.from_local(row, mesh, [Shard(0)]) for n, row in own.items()}}
 
     def load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take back a checkpoint's entry. Another number of trainers divides the rows, and keeps
-        the average of what is unsent."""
+        """Take back a checkpoint's entry. Another number of trainers keeps the average of it."""
         self._unsent = {
             name: rows.to_local().sum(dim=0) * (self._trainers / len(rows))
             for name, rows in checkpoint.get(UNSENT, {}).items()
@@ -140,8 +136,7 @@ class GradientExchange:
 
 
 def empty_rows(size: torch.Size, device: torch.device) -> Tensor:
-    """Return room for a tensor of a checkpoint's entry: rows [size[0]] are divided among the
-    trainers."""
+    """Return room for a tensor of a checkpoint's entry, with rows divided among the trainers."""
     mesh = _trainers_mesh(device)
     return distributed_tensor.empty(*size, device_mesh=mesh, placements=[Shard(0)])
 
