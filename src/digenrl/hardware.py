@@ -226,7 +226,7 @@ def gradient_share(
     chosen value has a number and a place, 8 bytes that reach each of n trainers. An all-reduce
     moves 4 bytes twice. So share x 8 (n - 1) / line = 8 (n - 1) / n / network. This is AdaTopK's
     idea of ratios in proportion to links' times (FusionLLM, arXiv 2410.12707), for a sum that
-    crosses every link. A line of half the network's speed needs no compression.
+    crosses every link. At most half of an all-reduce's bytes travel.
 
     Example:
         >>> pools = [Pool(name, "", 4, "trainer", 80, 1, 1, 100, 1.25, 4) for name in ("a", "b")]
@@ -243,6 +243,5 @@ def gradient_share(
         return None
     trainers = [hardware.find_pool(name) for name, role in ranks if role == "trainer"]
     speed = line.gb_s / min(pool.inter_gb_s for pool in trainers)
-    share = max(speed, min(LEAST_SHARE * len(trainers), 0.5)) / len(trainers)
-    # Two digits, as the settled configuration shows it.
-    return float(f"{share:.2g}") if speed < 0.5 else None
+    share = min(0.5, max(speed, LEAST_SHARE * len(trainers))) / len(trainers)
+    return float(f"{share:.2g}")  # as the settled configuration shows it

@@ -179,7 +179,7 @@ def compression(settings: Settings, trainers: int, rollouts: int) -> float | str
     """Return `parallel.compress` as a number, or off.
 
     Raises:
-        ValueError: whole gradients would cross a slow line between trainers.
+        ValueError: whole gradients would cross a line between trainers.
     """
     asked, profile = settings.parallel.compress, hardware.parse_hardware(settings.hardware)
     if not profile.lines:
@@ -187,7 +187,7 @@ def compression(settings: Settings, trainers: int, rollouts: int) -> float | str
     ranks = hardware.assign_ranks(profile, trainers, rollouts)
     if asked != "off":
         return hardware.gradient_share(asked, profile, ranks) or "off"
-    if hardware.gradient_share(AUTO, profile, ranks) is not None:
+    if hardware.trainers_line(profile, ranks) is not None:
         said = ", ".join(
             f"{'+'.join(pool.name for pool in place)}: {sum(pool.count for pool in place)}"
             for place in profile.places
@@ -203,7 +203,7 @@ def compression(settings: Settings, trainers: int, rollouts: int) -> float | str
 def compression_note(share: float | str) -> str:
     """Return what a run says of the settled `parallel.compress` that was asked for."""
     if isinstance(share, str):
-        return "parallel.compress=off: no slow line joins the trainers, so auto compresses nothing."
+        return "parallel.compress=off: all trainers are in one place, so auto compresses nothing."
     return (
         f"parallel.compress={share:g}: updates are approximate. This share of the gradient's "
         "values travels in each, the largest ones; the others are added to the next gradient."

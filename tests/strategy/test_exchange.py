@@ -270,9 +270,13 @@ APART = (
         ([*APART, "parallel.compress=0.1"], 0.1, "=0.1: updates are approximate"),
         (["allocation.trainers=2", "parallel.compress=auto"], "off", "auto compresses nothing"),
         (["allocation.trainers=2"], "off", None),
-        ([word.replace("gb_s:0.2", "gb_s:2") for word in APART], "off", None),
+        (
+            [*(w.replace("gb_s:0.2}", "gb_s:9}") for w in APART), "parallel.compress=auto"],
+            0.25,
+            "=0.25",
+        ),
     ],
-    ids=["auto", "number", "auto in one place", "off", "a line half as fast as a network"],
+    ids=["auto", "number", "auto in one place", "off", "a fast line"],
 )
 def test_auto_is_settled_by_the_line_and_approximation_is_told(
     words: list[str], settled: float | str, said: str | None
@@ -288,7 +292,7 @@ def test_auto_is_settled_by_the_line_and_approximation_is_told(
     assert with_allocation(made, 2, 1, PlainAdvisor()).settings.parallel.compress == settled
 
 
-def test_whole_gradients_over_a_slow_line_are_refused() -> None:
+def test_whole_gradients_between_places_are_refused() -> None:
     with pytest.raises(ValueError, match=r"trainers = 2: .*\(local\+here: 2, far: 1\); lower it.*"
                        r" set parallel\.compress=auto, which makes updates approximate"):  # fmt: skip
         with_allocation(config.load([*APART]), 2, 1, PlainAdvisor())

@@ -108,11 +108,10 @@ class Costing:
         return place_split(self.hardware, trainers, rollouts, first)
 
     def crosses_whole(self, candidate: Candidate) -> bool:
-        """Return whether whole gradients would cross a slow line between trainers, which a run
-        refuses (`settle.compression`)."""
-        ranks = self.place_ranks(candidate).ranks
-        slow = gradient_share("auto", self.hardware, ranks) is not None
-        return slow and self.work.gradient_share == "off"
+        """Return whether whole gradients would cross a line between trainers, which a run refuses
+        (`settle.compression`)."""
+        line = trainers_line(self.hardware, self.place_ranks(candidate).ranks)
+        return line is not None and self.work.gradient_share == "off"
 
     def shard_count(self, candidate: Candidate) -> int:
         """Return the number of ranks that share one copy of the weights."""
