@@ -48,8 +48,7 @@ class GradientExchange:
         """Set every `.grad` to `scale` times its average over the trainers, or to an approximation
         that is the same on every trainer. A gradient that is None on every trainer stays None.
 
-        A value that is not finite reaches every trainer, so that the update is skipped. What was
-        not sent before then stays as it was.
+        A value that is not finite reaches every trainer, and what was unsent before stays.
 
         Raises ValueError if more than `MOST_VALUES` values are trained.
         """
@@ -137,8 +136,8 @@ class GradientExchange:
 
 def empty_rows(size: torch.Size, device: torch.device) -> Tensor:
     """Return room for a tensor of a checkpoint's entry, with rows divided among the trainers."""
-    mesh = _trainers_mesh(device)
-    return distributed_tensor.empty(*size, device_mesh=mesh, placements=[Shard(0)])
+    mesh, rows = _trainers_mesh(device), [Shard(0)]
+    return distributed_tensor.empty(*size, dtype=torch.float32, device_mesh=mesh, placements=rows)
 
 
 def _trainers_mesh(device: torch.device) -> DeviceMesh:
