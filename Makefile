@@ -14,7 +14,7 @@ ARGS ?=
 
 # By hand: learning.py and objectives.py (hours), emulated.py (an hour and a half), mixture_study.py (a CPU hour), device_memory.py, launches.py, flops.py
 # (which a recipe fails), real_run.py (15 GiB a model). mixture.py reads runs, mixture_tables.py makes pages; `make paper` is paper.py, `make gpu` real_size.py.
-BENCHES := $(filter-out paper learning emulated flops objectives device_memory count_facts launches live_bytes real_size real_run mixture mixture_study mixture_tables,$(sort $(notdir $(basename $(wildcard benchmarks/[a-z]*.py)))))
+BENCHES := $(filter-out paper learning emulated flops objectives device_memory count_facts launches live_bytes real_size real_run mixture mixture_study mixture_compress mixture_tables,$(sort $(notdir $(basename $(wildcard benchmarks/[a-z]*.py)))))
 
 # Threads that spin while they wait would take a core from another rank.
 export OMP_WAIT_POLICY ?= passive

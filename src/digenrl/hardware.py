@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 CONNECTION_GB_S = 1.2
 """GB/s of one TCP connection, from publishing to adopting (benchmarks/publish.py over loopback on
 two processor cores)."""
+LEAST_SHARE = 0.01
+"""Smallest share of a gradient that a line's speed chooses: the smallest one that costs nothing in
+benchmarks/results/mixture_compress.md."""
 
 
 @dataclass(frozen=True)
@@ -156,12 +160,12 @@ def assign_ranks(hardware: Hardware, trainers: int, rollouts: int) -> tuple[tupl
     """Return (pool, role) of every rank, trainers first.
 
     Trainers come from pools of role trainer, then from auto pools in their order. All of them are
-    in the first place that has room for them. Rollouts come from pools of role rollout, then from
-    auto pools in reverse order, in any place. The order of the pools and two numbers therefore
-    describe every placement.
+    in the first place that has room for them; where none has, they are in several places
+    (`trainers_line`). Rollouts come from pools of role rollout, then from auto pools in reverse
+    order, in any place. The order of the pools and two numbers therefore describe every placement.
 
     Raises:
-        ValueError: a role has fewer GPUs than asked for, or trainers would be in two places.
+        ValueError: a role has fewer GPUs than asked for.
     """
     left = {pool.name: pool.count for pool in hardware.pools}
     ranks: list[tuple[str, str]] = []
@@ -190,24 +194,54 @@ def assign_ranks(hardware: Hardware, trainers: int, rollouts: int) -> tuple[tupl
 
 
 def _trainer_pools(hardware: Hardware, pools: Sequence[Pool], trainers: int) -> list[Pool]:
-    """Return the pools, in order, of the first place that has room for all trainers.
-
-    Raises:
-        ValueError: there are several, and none has.
-    """
+    """Return the pools, in order, of the first place that has room for all trainers; all pools
+    where no place has."""
     found = ([pool for pool in pools if pool in place] for place in hardware.places)
     places = sorted(filter(None, found), key=lambda place: pools.index(place[0]))
     rooms = [sum(pool.count for pool in place) for place in places]
-    if len(places) > 1 and max(rooms) < trainers <= sum(rooms):
-        said = ", ".join(
-            f"{'+'.join(pool.name for pool in place)}: {n}"
-            for place, n in zip(places, rooms, strict=True)
-        )
-        raise ValueError(
-            f"allocation.trainers = {trainers}: trainers exchange gradients in every update and "
-            "stand in one place, but hardware.links joins places with fewer GPUs for them "
-            f"({said}); lower it to {max(rooms)} or change a pool's role."
-        )
     return next(
         (place for place, room in zip(places, rooms, strict=True) if room >= trainers), list(pools)
     )
+
+
+def trainers_line(hardware: Hardware, ranks: Sequence[tuple[str, str]]) -> Line | None:
+    """Return the slowest line between pools with trainers; None: all are in one place.
+
+    Args:
+        ranks: (pool, role) of every rank, as `assign_ranks` returns them.
+    """
+    pools = dict.fromkeys(name for name, role in ranks if role == "trainer")
+    between = (hardware.line_between(*pair) for pair in itertools.combinations(pools, 2))
+    return min(filter(None, between), key=lambda line: line.gb_s, default=None)
+
+
+def gradient_share(
+    asked: float | str, hardware: Hardware, ranks: Sequence[tuple[str, str]]
+) -> float | None:
+    """Return the share of a gradient's values that travel in an update (`parallel.compress`); None:
+    all, uncompressed.
+
+    `auto` follows the slowest line between trainers: the all-gather of the chosen values takes as
+    long there as the all-reduce of all values would take in the slowest network of one place. A
+    chosen value has a number and a place, 8 bytes that reach each of n trainers. An all-reduce
+    moves 4 bytes twice. So share x 8 (n - 1) / line = 8 (n - 1) / n / network. This is AdaTopK's
+    idea of ratios in proportion to links' times (FusionLLM, arXiv 2410.12707), for a sum that
+    crosses every link. At most half of an all-reduce's bytes travel.
+
+    Example:
+        >>> pools = [Pool(name, "", 4, "trainer", 80, 1, 1, 100, 1.25, 4) for name in ("a", "b")]
+        >>> wan = {frozenset(("a", "b")): Line(gb_s=0.125)}
+        >>> gradient_share("auto", Hardware(tuple(pools), lines=wan), [("a", "trainer")] * 4)
+        >>> ranks = [("a", "trainer"), ("b", "trainer")]
+        >>> gradient_share("auto", Hardware(tuple(pools), lines=wan), ranks)
+        0.05
+    """
+    if not isinstance(asked, str):
+        return asked
+    line = trainers_line(hardware, ranks)
+    if asked == "off" or line is None:
+        return None
+    trainers = [hardware.find_pool(name) for name, role in ranks if role == "trainer"]
+    speed = line.gb_s / min(pool.inter_gb_s for pool in trainers)
+    share = min(0.5, max(speed, LEAST_SHARE * len(trainers))) / len(trainers)
+    return float(f"{share:.2g}")  # as the settled configuration shows it

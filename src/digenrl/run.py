@@ -36,7 +36,7 @@ from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.rollout.files import FileEngine
 from digenrl.rollout.scouts import ScoutingEngine
-from digenrl.settle import shard_group, sharding_mode, trainers_must_evaluate
+from digenrl.settle import gradient_share, shard_group, sharding_mode, trainers_must_evaluate
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from digenrl.strategy.setup import RankSetup
@@ -189,6 +189,7 @@ def _build_setup(
         last_step=settings.max_rl_steps - 1,
         sharding=sharding_mode(settings),
         shard_group=shard_group(settings, world.trainers),
+        gradient_share=gradient_share(settings),
         unequal_gpus=len(parts.kinds_of_trainers(settings, world)) > 1,
         split_claims=settings.schedule.claims == "split",
         expected=context.advice.expected,

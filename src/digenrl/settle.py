@@ -120,7 +120,8 @@ def with_task_size(composed: Composed, advisor: Advisor) -> Composed:
 
 def with_allocation(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) -> Composed:
     """Return the configuration with this allocation, and with values for `parallel.sharding`,
-    `schedule.tsp.batch`, `model.gradient_checkpointing` and `allocation.evaluation`.
+    `parallel.compress`, `schedule.tsp.batch`, `model.gradient_checkpointing` and
+    `allocation.evaluation`.
 
     For a model without known sizes, `auto` means replicas and all trained steps in one forward, as
     far as `steps_within_bound` allows.
@@ -137,6 +138,7 @@ def with_allocation(composed: Composed, trainers: int, rollouts: int, advisor: A
     evaluate = evaluating_ranks(settings, rollouts)
     if wrong := relation_problems(settings.with_values(numbers).as_plain()):
         raise ValueError("\n".join(wrong))
+    numbers["parallel.compress"] = compression(settings, trainers, rollouts)
     steps = steps_per_forward(settings.schedule.tsp.batch, trained_steps(settings))
     if settings.schedule.tsp.batch == AUTO:
         tiny = settings.hardware.build == "tiny"
@@ -165,10 +167,54 @@ def with_allocation(composed: Composed, trainers: int, rollouts: int, advisor: A
             f"sampling.lora={lora}: rollouts and evaluations draw with it; training leaves it out, "
             "and so does what is exported.",
         )
+    if settings.parallel.compress != "off":
+        notes = (*notes, compression_note(numbers["parallel.compress"]))
     made = composed.with_values(numbers)
     return replace(
         made, notes=(*notes, *without_effect(made.settings), *known_traps(made.settings))
     )
+
+
+def compression(settings: Settings, trainers: int, rollouts: int) -> float | str:
+    """Return `parallel.compress` as a number, or off.
+
+    Raises:
+        ValueError: whole gradients would cross a line between trainers.
+    """
+    asked, profile = settings.parallel.compress, hardware.parse_hardware(settings.hardware)
+    if not profile.lines:
+        return "off" if asked == AUTO else asked
+    ranks = hardware.assign_ranks(profile, trainers, rollouts)
+    if asked != "off":
+        return hardware.gradient_share(asked, profile, ranks) or "off"
+    if hardware.trainers_line(profile, ranks) is not None:
+        said = ", ".join(
+            f"{'+'.join(pool.name for pool in place)}: {sum(pool.count for pool in place)}"
+            for place in profile.places
+        )
+        raise ValueError(
+            f"allocation.trainers = {trainers}: trainers exchange gradients in every update, and "
+            f"no place that hardware.links joins has room for all of them ({said}); lower it, "
+            "change a pool's role, or set parallel.compress=auto, which makes updates approximate."
+        )
+    return "off"
+
+
+def compression_note(share: float | str) -> str:
+    """Return what a run says of the settled `parallel.compress` that was asked for."""
+    if isinstance(share, str):
+        return "parallel.compress=off: all trainers are in one place, so auto compresses nothing."
+    return (
+        f"parallel.compress={share:g}: updates are approximate. This share of the gradient's "
+        "values travels in each, the largest ones; the others are added to the next gradient."
+    )
+
+
+def gradient_share(settings: Settings) -> float | None:
+    """Return `parallel.compress` of a settled run as a number; None: every value travels. So it is
+    while the key is still 'auto'."""
+    share = settings.parallel.compress
+    return None if isinstance(share, str) else share
 
 
 def steps_within_bound(settings: Settings, dimensions: int) -> int:

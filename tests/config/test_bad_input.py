@@ -409,6 +409,26 @@ RELATIONS: dict[str, Case] = {
         ["parallel.sharding=fsdp", "allocation.trainers=1"],
         ["parallel.sharding = fsdp", "allocation.trainers = 1", "ddp"],
     ),
+    "compressed gradients of shards": (
+        ["parallel.compress=0.01", "parallel.sharding=fsdp", "allocation.trainers=2"],
+        [
+            "parallel.compress = 0.01 with parallel.sharding = fsdp",
+            "only replicas",
+            "set parallel.sharding=ddp, or parallel.compress=off",
+        ],
+    ),
+    "compressed gradients of one trainer": (
+        ["parallel.compress=auto", "allocation.trainers=1"],
+        ["parallel.compress = auto with allocation.trainers = 1", "nobody to exchange", "=off or"],
+    ),
+    "compressed gradients that are more bytes": (
+        ["parallel.compress=0.25", "allocation.trainers=4"],
+        ["parallel.compress = 0.25 with allocation.trainers = 4", "below 0.25, or to off"],
+    ),
+    "a share of all values": (
+        ["parallel.compress=1", "allocation.trainers=2"],
+        ["parallel.compress = 1", "off or auto or number > 0 and < 1"],
+    ),
     "more ranks than devices": (
         ["allocation.trainers=4000", "allocation.rollouts=1"],
         ["allocation.trainers = 4000", "4001 ranks", "hardware profile has"],

@@ -435,6 +435,9 @@ def test_a_command_ends_by_what_happened(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out.count("A page.") == 2
 
 
+DDP = {"parallel__sharding": "ddp"}
+
+
 @pytest.mark.parametrize(
     ("rule", "values", "refused"),
     [
@@ -460,6 +463,15 @@ def test_a_command_ends_by_what_happened(capsys: pytest.CaptureFixture[str]) -> 
         ("sharded_trainers", {"parallel__sharding": "hsdp", "allocation__trainers": 1}, "nobody to share"),
         ("sharded_trainers", {"parallel__sharding": "fsdp", "allocation__trainers": 2}, None),
         ("sharded_trainers", {"parallel__sharding": "ddp", "allocation__trainers": 1}, None),
+        ("compressed_gradients", {**DDP, "parallel__compress": 0.4, "allocation__trainers": 2}, None),
+        ("compressed_gradients", {**DDP, "parallel__compress": 0.5, "allocation__trainers": 2},
+         "set it below 0.5, or to off."),
+        ("compressed_gradients", {**DDP, "parallel__compress": 0.5, "allocation__trainers": "auto"}, None),
+        ("compressed_gradients", {**DDP, "parallel__compress": "auto", "allocation__trainers": 1}, "nobody"),
+        ("compressed_gradients", {**DDP, "parallel__compress": "off", "allocation__trainers": 1}, None),
+        ("compressed_gradients",
+         {"parallel__sharding": "hsdp", "parallel__compress": "auto", "allocation__trainers": 2},
+         "set parallel.sharding=ddp, or parallel.compress=off."),
         ("batch_wide_statistics", {"algorithm__advantage": {"std": "batch"}, "schedule__gap": 0}, None),
         ("batch_wide_statistics", {"algorithm__advantage": {"std": "group"}, "schedule__gap": 1}, None),
         ("batch_wide_statistics", {"algorithm__advantage": {"std": "batch"}, "schedule__gap": 1},

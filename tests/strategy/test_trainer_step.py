@@ -411,11 +411,19 @@ def test_the_recorder_gets_the_steps_numbers_and_every_ranks_memory(
 ) -> None:
     trainer = Publishing(store, tmp_path, roles=Roles(1, 2))
     strategy = Ending(trainer)
-    facts = {"step_s": 2.0}
-    strategy.parts = cast(Any, SimpleNamespace(ledger=SimpleNamespace(facts=facts)))
+    facts, exchange = {"step_s": 2.0}, SimpleNamespace(facts={})
+    strategy.parts = cast(
+        Any,
+        SimpleNamespace(
+            ledger=SimpleNamespace(facts=facts), step=SimpleNamespace(exchange=exchange)
+        ),
+    )
     own = facts_of(trainer.spans.progress)["graphs"]  # of tests before this one
     graphs = {"graphs": own} if own else {}
     assert strategy.step_facts() == {"step_s": 2.0, "peak_gib": None} | graphs
+    exchange.facts = {"gradient_bytes": 88.0}
+    assert strategy.step_facts()["gradient_bytes"] == 88.0
+    exchange.facts = {}
     said = {"peak_gib": {"decode": 1.0, "generate": 1.5}, "graphs": 3}
     trainer.launcher.set(facts_key(2), json.dumps(said))
     trainer.launcher.set(facts_key(0), json.dumps({"peak_gib": {"train": 1.0}, "graphs": 9}))

@@ -84,6 +84,7 @@ class Checkpoint(pl.Callback):
             self._weights = tree_map(
                 lambda leaf: leaf.to("cpu", copy=True) if torch.is_tensor(leaf) else leaf, kept
             )
+            self._weights |= strategy.parts.step.exchange.checkpoint_entry(before=True)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -176,6 +177,7 @@ class Checkpoint(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, object]
     ) -> None:
         checkpoint[KEY] = _resume_state(trainer)
+        checkpoint |= trainer.strategy.parts.step.exchange.checkpoint_entry()  # type: ignore[attr-defined]
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -183,6 +185,7 @@ class Checkpoint(pl.Callback):
         torch.set_rng_state(checkpoint[KEY]["rng"])
         trainer.strategy.state.previous = checkpoint[KEY]["previous"] or None  # type: ignore[attr-defined]
         trainer.strategy.parts.shares.load_state(checkpoint[KEY].get("shares", {}))  # type: ignore[attr-defined]
+        trainer.strategy.parts.step.exchange.load_checkpoint(checkpoint)  # type: ignore[attr-defined]
 
 
 def _retry_pauses(seconds: float) -> list[float]:

@@ -28,6 +28,7 @@ from digenrl.config.value_types import (
     GpuName,
     Name,
     Package,
+    Part,
     PoolPair,
     Ports,
     Positive,
@@ -137,6 +138,11 @@ class ParallelSettings(Closed):
     """Number of neighbouring trainers that share the tokens of each trained forward (Ulysses), for
     samples that are too long for one GPU. Must divide the trainers of a node and the attention
     heads. Wan and HunyuanVideo (also 1.5) support it. 1: no sharing."""
+    compress: Literal["off", "auto"] | Part
+    """Share of the gradient's values that trainers (ddp) exchange in an update, the largest ones.
+    What has not travelled is added to the next gradient, so every update is approximate. auto: by
+    the slowest line between trainers in different places (hardware.links), and off where there is
+    none. off: every value."""
 
 
 class LimitsSettings(Closed):

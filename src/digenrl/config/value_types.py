@@ -63,6 +63,7 @@ AtLeast1 = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Part = Annotated[float, Field(gt=0, lt=1)]
 Steps = Annotated[int, Field(ge=1, le=1000)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Ports = Annotated[

@@ -63,6 +63,7 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> Summary:
             (int(value) for value in run.column("staleness_max")[1]), default=None
         ),
         "staleness_allowed": run.staleness_allowed,
+        "gradient_share": edge_value("gradient_share", -1),
         "bubble": bubble_seconds(run),
         # Nobody predicts how long people take: where they vote, no step can be late.
         "predicted_step_s": None

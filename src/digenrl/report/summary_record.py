@@ -80,6 +80,9 @@ class Summary(TypedDict):
     clipped_first: float | None
     staleness_max: int | None
     staleness_allowed: int
+    gradient_share: float | None
+    """Share of each gradient's values that travelled between trainers in its own update. None:
+    all, so that updates were exact."""
     bubble: dict[str, dict[str, float]]
     """Role -> cause -> seconds waited, summed over ranks."""
     predicted_step_s: float | None

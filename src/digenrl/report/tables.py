@@ -73,7 +73,7 @@ def key_figures(summary: Summary) -> list[tuple[str, str]]:
         (role, *(format_number(held[key], 1) for key in ("planned_gib", "peak_gib")))
         for role, held in summary["memory"].items()
     ]
-    curves = summary["published"]
+    curves, share = summary["published"], summary["gradient_share"]
     apart = max(stage_ratios(summary["stages"]), default=None)
     rows = [
         ("RL steps", str(summary["rl_steps"])),
@@ -94,6 +94,7 @@ def key_figures(summary: Summary) -> list[tuple[str, str]]:
         ("largest bubble", largest),
         ("first |ratio - 1|", format_number(summary["first_ratio_max_dev"])),
         ("staleness, at most", format_number(summary["staleness_max"])),
+        ("gradients, approximate", f"{share:.2g} of the values travel at once" if share else DASH),
         ("graphs compiled after step 1", format_number(summary["recompiled"])),
     ]
     return [(name, text) for name, text in rows if text not in (DASH, f"{DASH} → {DASH}")]

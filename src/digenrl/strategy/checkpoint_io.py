@@ -50,6 +50,7 @@ from digenrl.strategy.checkpoint_storage import (
     describe_file,
     flush_and_describe,
 )
+from digenrl.strategy.exchange import UNSENT
 
 log = logging.getLogger(__name__)
 warnings.filterwarnings(
@@ -63,7 +64,7 @@ _NAME = re.compile(r"step-\d+")
 UNFINISHED = ".tmp-"
 """Prefix of a checkpoint's directory until it is complete."""
 _ASIDE = ".old-"
-GROWING = ("state_dict", "optimizer_states", "algorithm")
+GROWING = ("state_dict", "optimizer_states", "algorithm", UNSENT)
 """Entries of a checkpoint whose tensors grow with the model."""
 
 Room = Callable[[str, torch.Size, torch.dtype], Tensor]

@@ -17,6 +17,7 @@ from digenrl.models.policy import Policy
 from digenrl.record.span_log import SpanLog
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, Writing, read_checkpoint
 from digenrl.strategy.checkpoint_storage import PREFIX
+from digenrl.strategy.exchange import UNSENT, empty_rows
 from digenrl.strategy.shared import TrainerState
 
 
@@ -87,6 +88,8 @@ class Checkpoints:
         # The parameter's own memory: no second copy of the weights is made.
         if place.startswith("state_dict/"):
             return parameters[place.removeprefix(f"state_dict/{PREFIX}")].detach()
+        if place.startswith(f"{UNSENT}/"):
+            return empty_rows(size, next(iter(parameters.values())).device)
         # Such as optimizer_states/0/state/NAME/exp_avg: the parameter's name is one part of the
         # place.
         name = next((part for part in place.split("/") if part in parameters), None)

@@ -219,8 +219,8 @@ class DisaggregatedStrategy(DDPStrategy):
             self.parts.step.together = group.share_tokens
 
     def configure_ddp(self) -> None:
-        """Wrap nothing: `gradients.average_grads` reduces once per update for replicas, and FSDP2
-        has sharded in place."""
+        """Wrap nothing: `GradientExchange` reduces once per update for replicas, and FSDP2 has
+        sharded in place."""
 
     # ---- life of a rank
 
@@ -344,6 +344,7 @@ class DisaggregatedStrategy(DDPStrategy):
             self.parts.ledger.facts
             | {"peak_gib": gib or None}
             | ({"graphs": graphs} if graphs else {})
+            | self.parts.step.exchange.facts
         )
 
     # ---- checkpoints: `checkpoints.py`

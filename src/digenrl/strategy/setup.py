@@ -38,6 +38,8 @@ class RankSetup:
     """How trainers hold the model: ddp (replicas), hsdp or fsdp."""
     shard_group: int = 1
     """Trainers that hold one copy of the weights under hsdp."""
+    gradient_share: float | None = None
+    """Share of the gradient's values that replicas exchange in an update; None: all."""
     unequal_gpus: bool = False
     """Whether trainers stand on GPUs of several kinds, whose updates may differ in a last bit."""
     split_claims: bool = False

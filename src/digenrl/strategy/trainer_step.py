@@ -19,7 +19,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch.distributed as dist
 
 from digenrl.schedule import update_fragments
-from digenrl.strategy import gradients, shard
+from digenrl.strategy import shard
+from digenrl.strategy.exchange import GradientExchange
 from digenrl.strategy.inbox import Inbox
 from digenrl.strategy.lending import Lending
 from digenrl.strategy.publishing import Publisher
@@ -46,6 +47,8 @@ class TrainerStep:
         self._policy, self._state, self._spans = setup.engine.policy, runtime.state, runtime.spans
         self._inbox, self._lending, self._ledger, self._shares = inbox, lending, ledger, shares
         self._stop_vote, self._publisher = stop_vote, publisher
+        self.exchange = GradientExchange(setup.gradient_share, setup.world.trainers)
+        """Averages gradients, and holds what has not been sent."""
         self._accumulating = False
         self.together: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context of what a group of trainers computes together; set when the model has moved."""
@@ -105,15 +108,14 @@ class TrainerStep:
         if self._accumulating:
             return
         self._ledger.end_fragment()  # what follows belongs to the update
-        step, trained = self._state.version, self._policy.adapter.trained_parameters().values()
+        step, trained = self._state.version, self._policy.adapter.trained_parameters()
         if self._world.trainers > 1:
             with self._spans.span("wait", cause="straggler", step=step):
                 self._stop_vote.begin_update()
                 dist.barrier()  # so that the span below measures the reduction, not a straggler
         scale = self._inbox.open_board(step).gradient_scale(self._state.updates_done)
         with self._spans.span("optimizer", step=step, what="reduce"):
-            gradients.average_grads(trained, self._world.trainers)
-            gradients.scale_grads(trained, scale)
+            self.exchange.average(trained, scale)
 
     def count_update(self) -> bool:
         """Count the optimizer step that was made; return whether it ends the RL step."""

@@ -19,7 +19,7 @@ from digenrl.extensions.planner.bound import seconds_per_unit, step_bound
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing, _match_slowest
 from digenrl.extensions.planner.costs import Costs
-from digenrl.extensions.planner.enumeration import step_batches
+from digenrl.extensions.planner.enumeration import is_allowed, step_batches
 from digenrl.extensions.planner.floor import training_floor
 from digenrl.extensions.planner.gpus import GPUS, efficiency_of
 from digenrl.extensions.planner.links import (
@@ -28,7 +28,9 @@ from digenrl.extensions.planner.links import (
     deliver_seconds,
     exchange_seconds,
     fetch_seconds,
+    gradient_bytes,
     publish_seconds,
+    reduce_seconds,
     ring_bandwidth,
     send_seconds,
 )
@@ -39,7 +41,15 @@ from digenrl.extensions.planner.scoring import judge_seconds
 from digenrl.extensions.planner.virtual_cluster import Cluster, VirtualRank
 from digenrl.extensions.planner.virtual_run import simulate_run
 from digenrl.extensions.planner.workload import Workload
-from digenrl.hardware import Hardware, Line, Pool, assign_ranks, parse_hardware
+from digenrl.hardware import (
+    Hardware,
+    Line,
+    Pool,
+    assign_ranks,
+    gradient_share,
+    parse_hardware,
+    trainers_line,
+)
 from digenrl.recompute import Recompute
 from digenrl.schedule import ScheduleSpec
 from tests.changed import hardware_settings
@@ -323,16 +333,53 @@ def test_trainers_stand_in_one_place_and_rollouts_where_there_is_room() -> None:
         assign_ranks(apart, 12, 12)
         == (("far", "trainer"),) * 12 + (("far", "rollout"),) * 4 + (("p", "rollout"),) * 8
     )
-    with pytest.raises(
-        ValueError, match=r"trainers = 20: .* one place, .*\(p: 8, far: 16\); lower it to 16"
-    ):
-        assign_ranks(apart, 20, 4)
+    assert trainers_line(apart, assign_ranks(apart, 12, 12)) is None
+    assert trainers_line(apart, assign_ranks(apart, 20, 4)) is APART, "no place has room for 20"
     assert len(assign_ranks(Hardware((POOL, FAR)), 20, 4)) == 24
     own = replace(apart, pools=(replace(FAR, count=32), replace(POOL, role="trainer")))
     assert assign_ranks(own, 8, 16)[0] == ("p", "trainer"), "its pool is for trainers"
     three = replace(apart, pools=(*apart.pools, replace(POOL, name="near")))
     assert [[pool.name for pool in place] for place in three.places] == [["p", "near"], ["far"]]
     assert assign_ranks(three, 12, 2)[:12] == (("p", "trainer"),) * 8 + (("near", "trainer"),) * 4
+
+
+def test_gradients_are_charged_by_the_bytes_that_travel() -> None:
+    """20 trainers in two places: a value and its place are 8 bytes, which go to 19 others once."""
+    count, apart = WORK.trained_parameters, {frozenset(("p", "far")): APART}
+    assert gradient_bytes(count, 20) == pytest.approx(8 * count * 19 / 20)
+    assert gradient_bytes(count, 20, share=0.01) == 8 * math.ceil(0.01 * count) * 19
+    hardware = Hardware((POOL, FAR), lines=apart)
+    both, seconds = (Costing(WORK, hardware), dict[Any, float]())
+    few = both.make_candidate(12, 12)
+    for asked in ("off", "auto", 0.01):
+        costing = Costing(replace(WORK, gradient_share=asked), hardware)
+        many = costing.make_candidate(20, 4)
+        assert costing.crosses_whole(many) is (asked == "off") is not is_allowed(costing, many)
+        assert not costing.crosses_whole(few)
+        seconds[asked] = costing.build_cluster(many).reduce_seconds
+        near = costing.build_cluster(few).reduce_seconds
+        share = None if isinstance(asked, str) else asked  # no line joins these trainers
+        assert near == reduce_seconds(WORK, [FAR], 12, share=share)
+    whole, sparse = (gradient_bytes(count, 20, share) / 12.5e6 for share in (None, 0.01))
+    assert seconds["off"] == pytest.approx(whole + 38 * 0.02)
+    assert seconds[0.01] == pytest.approx(sparse + 19 * 0.02)
+    share = gradient_share("auto", hardware, both.place_ranks(both.make_candidate(20, 4)).ranks)
+    assert share == 0.01, "the least"
+    auto = gradient_bytes(count, 20, share) / 12.5e6
+    assert seconds["auto"] == pytest.approx(auto + 19 * 0.02)
+
+
+def test_the_slower_the_line_the_fewer_values_travel() -> None:
+    """At most as many as make half of the bytes of an all-reduce, at least a hundredth."""
+    pools = (replace(POOL, role="trainer"), replace(FAR, role="trainer"))
+    ranks = (("p", "trainer"), ("far", "trainer"))
+    for gb_s, share in ((POOL.inter_gb_s, 0.25), (POOL.inter_gb_s / 4, 0.12), (1e-6, 0.01)):
+        hardware = Hardware(pools, lines={frozenset(("p", "far")): Line(gb_s)})
+        assert gradient_share("auto", hardware, ranks) == share
+        assert gradient_share("off", hardware, ranks) is None
+        assert gradient_share(0.3, hardware, ranks) == 0.3
+    slow = Hardware(pools, lines={frozenset(("p", "far")): Line(1e-6)})
+    assert gradient_share("auto", slow, ranks * 100) == 0.0025, "half of an all-reduce's bytes"
 
 
 def test_a_line_is_charged_for_what_is_sent_over_it() -> None:

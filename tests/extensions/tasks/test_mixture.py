@@ -13,6 +13,7 @@ import yaml
 from torch import Tensor
 
 from benchmarks.mixture import at_kl, reached, tilted, weighted
+from benchmarks.mixture_compress import every_second
 from benchmarks.mixture_study import STEPS, Loop, divergence_of_points, grown, settings
 from digenrl.extensions.tasks.mixture import MixtureFlow, MixturePolicy
 from digenrl.types import Prompt, TrainBatch
@@ -129,6 +130,25 @@ def test_a_run_of_the_study_repeats_and_starts_on_policy() -> None:
         assert run.module.collect_metrics()["ratio_max_dev/stale_1"] > 0
     mine, theirs = (run.policy.adapter.trained_parameters() for run in runs)
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_two_trainers_of_the_study_have_the_gradient_of_one() -> None:
+    (setting,) = (s for s in settings("frontier") if (s.name, s.value) == ("flowgrpo", 1.0))
+    loop = Loop(setting, 3)
+    batch = loop.generated(0, 0)
+    blocks, parameters = batch.updates[0], loop.policy.adapter.trained_parameters()
+    halves = [tuple(every_second(block, rank) for block in blocks) for rank in range(2)]
+    assert sorted(n for half in halves for block in half for n in block.numbers) == sorted(
+        n for block in blocks for n in block.numbers
+    )
+    found = []
+    for given in (blocks, *halves):
+        cells = float(sum(block.samples * len(block.steps) for block in given))
+        loop.optimizer.zero_grad()
+        made = TrainBatch(given, {"r": batch.rewards}, {"r": 1.0}, cells, 0, 0)
+        loop.module.training_step(made, 0).backward()
+        found.append(torch.cat([p.grad.flatten().clone() for p in parameters.values()]))
+    torch.testing.assert_close((found[1] + found[2]) / 2, found[0])
 
 
 @pytest.fixture

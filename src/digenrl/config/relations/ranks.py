@@ -60,6 +60,32 @@ def _shard_group(get: View) -> Iterator[str]:
         )
 
 
+def _compressed_gradients(get: View) -> Iterator[str]:
+    share, trainers = get("parallel.compress"), get("allocation.trainers")
+    if share == "off":
+        return
+    sharding = get("parallel.sharding")
+    if sharding in ("hsdp", "fsdp"):
+        yield (
+            f"parallel.compress = {share} with parallel.sharding = {sharding}: only replicas "
+            "exchange whole gradients; set parallel.sharding=ddp, or parallel.compress=off."
+        )
+    if trainers == 1:
+        yield (
+            f"parallel.compress = {share} with allocation.trainers = 1: there is nobody to "
+            "exchange gradients with; set parallel.compress=off or allocation.trainers to 2 or "
+            "more."
+        )
+    # A value travels with its place, to every other trainer: 8 (n - 1) bytes. An all-reduce moves
+    # 8 (n - 1) / n.
+    elif isinstance(share, float) and isinstance(trainers, int) and share * trainers >= 1.0:
+        yield (
+            f"parallel.compress = {share:g} with allocation.trainers = {trainers}: as many bytes "
+            "would travel as without, because each value goes to every trainer, with its place; "
+            f"set it below {1 / trainers:.3g}, or to off."
+        )
+
+
 def _split_claims(get: View) -> Iterator[str]:
     # Colocated ranks all train and generate, so a fixed part takes nothing from anybody.
     if get("schedule.claims") != "split" or get("allocation.rollouts") == 0:
@@ -219,6 +245,7 @@ RULES: tuple[Rule, ...] = (
     _share_counts,
     _sharded_trainers,
     _shard_group,
+    _compressed_gradients,
     _split_claims,
     _recomputation_entries,
     _rank_counts,

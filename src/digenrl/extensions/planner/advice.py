@@ -270,10 +270,11 @@ def _fitting_shardings(
 
     `auto` steps per forward become a number.
     """
-    if candidate.trainers % candidate.spec.context:
+    if candidate.trainers % candidate.spec.context or costing.crosses_whole(candidate):
         return []
     shardings = [candidate.sharding]
-    if settings.parallel.sharding == AUTO and candidate.trainers > 1:
+    replicas = settings.parallel.compress != "off" or candidate.trainers == 1
+    if settings.parallel.sharding == AUTO and not replicas:
         group = shard_group(settings, candidate.trainers)
         shardings = ["ddp", *(["hsdp"] if 1 < group < candidate.trainers else []), "fsdp"]
     ways = []

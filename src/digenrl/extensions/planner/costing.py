@@ -36,7 +36,13 @@ from digenrl.extensions.planner.memory import (
 from digenrl.extensions.planner.placement import Placement, place_split
 from digenrl.extensions.planner.virtual_cluster import Cluster, VirtualRank
 from digenrl.extensions.planner.workload import BASE_BYTES, Workload
-from digenrl.hardware import Hardware, Pool, shard_group
+from digenrl.hardware import (
+    Hardware,
+    Pool,
+    gradient_share,
+    shard_group,
+    trainers_line,
+)
 from digenrl.recompute import ALL, INPUTS, MODES, Recompute
 from digenrl.schedule import ScheduleSpec
 
@@ -100,6 +106,12 @@ class Costing:
     @_compute_once
     def _place_split(self, trainers: int, rollouts: int, first: str | None) -> Placement:
         return place_split(self.hardware, trainers, rollouts, first)
+
+    def crosses_whole(self, candidate: Candidate) -> bool:
+        """Return whether whole gradients would cross a line between trainers, which a run refuses
+        (`settle.compression`)."""
+        line = trainers_line(self.hardware, self.place_ranks(candidate).ranks)
+        return line is not None and self.work.gradient_share == "off"
 
     def shard_count(self, candidate: Candidate) -> int:
         """Return the number of ranks that share one copy of the weights."""
@@ -336,10 +348,12 @@ class Costing:
                 adopt_seconds(work),
             )
             if role == "rollout" and (line := self.hardware.line_between(home, name)) is not None:
-                fetch, send = fetch_seconds(work, line, others[name]), send_seconds(work, line, b)
-                likes[name, role] = replace(
-                    likes[name, role], fetch_seconds=fetch, send_seconds=send
-                )
+                fetch = fetch_seconds(work, line, others[name])
+                likes[name, role] = replace(likes[name, role], fetch_seconds=fetch)
+            lines = (self.hardware.line_between(own.name, name) for own in trainer_pools)
+            if role == "rollout" and (slow := [line for line in lines if line is not None]):
+                send = max(send_seconds(work, line, b) for line in slow)
+                likes[name, role] = replace(likes[name, role], send_seconds=send)
         everyone = list(pools.values())
         # Nodes behind a line pay for their versions in fetch_seconds, so publishing is charged for
         # the others only.
@@ -360,7 +374,12 @@ class Costing:
             lockstep=together > 1,
             together=0 if together >= candidate.trainers else together,
             reduce_seconds=reduce_seconds(
-                work, trainer_pools, candidate.trainers // shards, shards
+                work,
+                trainer_pools,
+                candidate.trainers // shards,
+                shards,
+                gradient_share(work.gradient_share, self.hardware, placed),
+                trainers_line(self.hardware, placed),
             ),
             optimizer_seconds=max(costs.optimizer_seconds(pool, shards) for pool in trainer_pools),
             snapshot_seconds=snapshot_seconds(work, trainer_pools) if candidate.rollouts else 0.0,

@@ -258,7 +258,8 @@ def _sharding_candidates(costing: Costing, base: Candidate) -> Iterator[Candidat
     """
     for context in (1, *context_sizes(costing, base)):
         fastest = math.inf
-        for sharding in ("ddp", "hsdp", "fsdp") if base.trainers > 1 else ("ddp",):
+        replicas = base.trainers == 1 or costing.work.gradient_share != "off"
+        for sharding in ("ddp",) if replicas else ("ddp", "hsdp", "fsdp"):
             trial = base.with_changes(sharding=sharding, context=context)
             if costing.least_cell_seconds(trial) >= 0.995 * fastest:
                 continue
@@ -327,8 +328,8 @@ def _few_tasks(costing: Costing) -> bool:
 
 
 def is_allowed(costing: Costing, candidate: Candidate) -> bool:
-    """Return whether the profile's roles allow the split, the advantages the fragments, and the
-    split asynchrony: colocated ranks have nobody who generates while they train."""
+    """Return whether the profile's roles and lines allow the split, the advantages the fragments,
+    and the split asynchrony: colocated ranks have nobody who generates while they train."""
     if candidate.spec.async_steps and candidate.rollouts == 0:
         return False
     if candidate.spec.gap and costing.work.whole_batch:
@@ -337,4 +338,4 @@ def is_allowed(costing: Costing, candidate: Candidate) -> bool:
         costing.place_ranks(candidate)
     except ValueError:
         return False
-    return True
+    return not costing.crosses_whole(candidate)

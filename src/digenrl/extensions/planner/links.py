@@ -3,6 +3,8 @@ speeds that links and hosts reach."""
 
 from __future__ import annotations
 
+import math
+
 from digenrl.extensions.planner.gpus import efficiency_of
 from digenrl.extensions.planner.memory import version_bytes
 from digenrl.extensions.planner.scoring import judge_seconds, score_cpu_seconds
@@ -70,17 +72,46 @@ def exposed_seconds(pool: Pool, communicating: float, computing: float) -> float
     return communicating - min(efficiency_of(pool).hidden * communicating, computing)
 
 
-def reduce_seconds(work: Workload, pools: list[Pool], ranks: int, shards: int = 1) -> float:
-    """Return the seconds of the all-reduce of fp32 gradients at the end of an update.
+def gradient_bytes(values: float, ranks: int, share: float | None = None) -> float:
+    """Return the bytes that each of `ranks` sends for the average of a gradient of `values` in
+    fp32.
+
+    An all-reduce sends each value twice, but for the rank's own part. An all-gather of the largest
+    values sends them to all others, each with its place of 4 bytes (`strategy/exchange.py`).
+
+    Args:
+        share: part of the values that a rank sends (`parallel.compress`); None: all.
+
+    Example:
+        >>> gradient_bytes(1000, ranks=2), gradient_bytes(1000, ranks=2, share=0.01)
+        (4000.0, 80)
+    """
+    if share is not None:
+        return 8 * math.ceil(share * values) * (ranks - 1)
+    return 2 * 4 * values * (ranks - 1) / ranks
+
+
+def reduce_seconds(
+    work: Workload, pools: list[Pool], ranks: int, shards: int = 1,
+    share: float | None = None, line: Line | None = None,
+) -> float:  # fmt: skip
+    """Return the seconds of the average of fp32 gradients at the end of an update.
 
     Args:
         ranks: copies of the weights to reduce over: trainers divided by `shards`.
         shards: ranks that share a copy. Each holds 1/`shards` of the gradients.
+        share: part of the values that travel; None: all.
+        line: the slowest one between trainers in different places. A ring crosses it in each of
+            its rounds, and waits for its latency.
     """
     if ranks == 1:
         return 0.0
-    volume = 2 * 4 * work.trained_parameters / shards * (ranks - 1) / ranks
-    return volume / ring_bandwidth(pools, ranks * shards) + 1e-3
+    volume = gradient_bytes(work.trained_parameters / shards, ranks, share)
+    seconds = volume / ring_bandwidth(pools, ranks * shards) + 1e-3
+    if line is None:
+        return seconds
+    rounds = (ranks - 1) * (2 if share is None else 1)
+    return max(seconds, volume / (line.gb_s * 1e9) + rounds * line.latency_s)
 
 
 def publish_seconds(work: Workload, pools: list[Pool], other_nodes: int) -> float:

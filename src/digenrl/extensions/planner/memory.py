@@ -270,8 +270,14 @@ def trainer_memory(work: Workload, load: TrainerLoad, recompute: Recompute) -> M
     # When activations are gone, the layers outside scatter their gradients: they hold weights and
     # gradients in 16 bit, and in fp32 what is sent and received. Then the optimizer's step takes
     # another copy of the trained weights, as did the flat gradient of replicas before it
-    # (tests/device/inside/test_parts.py).
-    update = max(4 * share, outside * (8 + 4 / shards) * (full and shards > 1)) - kept - gathered
+    # (tests/device/inside/test_parts.py). Trainers that exchange the largest values keep the rest,
+    # and that of the update before. They compare the values beside them.
+    largest = work.gradient_share != "off"
+    update = (
+        max(4 * share * (1 + largest), outside * (8 + 4 / shards) * (full and shards > 1))
+        - kept
+        - gathered
+    )
     return Memory(
         frozen=buffer_bytes(work)
         + sampling_bytes(work)
@@ -280,7 +286,8 @@ def trainer_memory(work: Workload, load: TrainerLoad, recompute: Recompute) -> M
         gradients=4 * (share if full else trained),
         optimizer=8 * share,
         copies=4 * share * (int(work.ema) + work.weight_copies)
-        + lent_copy_bytes(work, shards) * (load.lends and not full),
+        + lent_copy_bytes(work, shards) * (load.lends and not full)
+        + 8 * share * largest,
         reference=-(-4 * parameters // shards) if full and work.reference else 0,
         rewards=scorer_bytes(work, heldout=work.evaluated > 0) if makes else 0,
         gathered=gathered,

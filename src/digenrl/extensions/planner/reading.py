@@ -138,6 +138,7 @@ def workload_of(composed: Composed) -> Workload:
         heldout=tuple(name for name in settings.reward.get("heldout") or {} if name not in judged),
         relayed=settings.launch != "ray",
         compressed=settings.network.compress == "auto",
+        gradient_share=settings.parallel.compress,
         evaluated_samples=0 if kept is None else kept.prompts * kept.samples,
         evaluated=max((sampling.eval.batch or n for n in drawn), default=0),
         detached=guided and bool(algorithm.detach_uncond),

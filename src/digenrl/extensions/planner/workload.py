@@ -79,6 +79,8 @@ class Workload:
     receives them, unless trainer 0 is on its machine."""
     compressed: bool = False
     """Whether slow connections carry differences (`network.compress`)."""
+    gradient_share: float | Literal["auto", "off"] = "off"
+    """Share of the gradient's values that travel in an update (`parallel.compress`)."""
     evaluated_samples: int = 0
     """Samples of one evaluation; 0: none is made."""
     evaluated: int = 0
