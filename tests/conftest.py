@@ -166,6 +166,14 @@ def repository() -> Path:
     return ROOT
 
 
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A folder that all of pytest's workers have, for `tests.shared`."""
+    if worker_id == "master":
+        return tmp_path_factory.mktemp("shared")
+    return tmp_path_factory.getbasetemp().parent
+
+
 def _is_tracker(process: psutil.Process) -> bool:
     """Return whether a process is multiprocessing's resource tracker. The tracker stays until this
     process ends."""
