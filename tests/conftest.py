@@ -133,15 +133,26 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="session")
+def open_files() -> dict[str, int]:
+    """How many files this process may keep open before all garbage is searched for them."""
+    return {"most": 50}
+
+
 @pytest.fixture(scope="module", autouse=True)
-def searched_once() -> Iterator[None]:
-    """What a file of tests leaves behind is searched once, too; all of it where it keeps files
-    open, which tests of limits and of ranks would inherit."""
-    yield
-    if psutil.Process().num_fds() > 50:
+def searched_once(open_files: dict[str, int]) -> None:
+    """What files of tests leave behind is searched once, too: before the next file, because at its
+    end pytest still holds what its last test was given. All of it is searched, which takes two
+    seconds, where it keeps 30 more files open than the last such search could close: tests of limits
+    and of ranks would inherit them."""
+    process = psutil.Process()
+    searches_all = process.num_fds() > open_files["most"]
+    if searches_all:
         gc.unfreeze()
     gc.collect()
     gc.freeze()
+    left = max(20, process.num_fds()) + 30
+    open_files["most"] = left if searches_all else min(left, open_files["most"])
 
 
 def pytest_unconfigure() -> None:
@@ -153,6 +164,14 @@ def pytest_unconfigure() -> None:
 def repository() -> Path:
     """The repository's root directory."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A folder that all of pytest's workers have, for `tests.shared`."""
+    if worker_id == "master":
+        return tmp_path_factory.mktemp("shared")
+    return tmp_path_factory.getbasetemp().parent
 
 
 def _is_tracker(process: psutil.Process) -> bool:

@@ -233,9 +233,9 @@ def test_every_experiment_says_how_far_it_has_been_tried() -> None:
     assert not evident - stems
 
 
-def test_published_curves_belong_to_their_experiment_alone() -> None:
+def test_published_curves_belong_to_their_experiment_alone_and_the_page_shows_them() -> None:
     """An experiment that is a change of another does not inherit its curve; a curve is of a reward
-    that the experiment has."""
+    that the experiment has. (One test: each part composes all experiments.)"""
     owners: dict[str, str] = {}
     for experiment in sorted(PUBLISHED):
         for entry in OmegaConf.to_container(published(experiment).published):
@@ -244,9 +244,6 @@ def test_published_curves_belong_to_their_experiment_alone() -> None:
             key = f"{entry['source']} {entry['reward']} {entry['first']} {entry['last']}"
             assert owners.setdefault(key, experiment) == experiment
     assert len(owners) >= 5
-
-
-def test_the_page_shows_the_table() -> None:
     assert PAGE.read_text(encoding="utf-8") == page() + "\n", (
         "run `python -m tests.test_recipe_contract`"
     )

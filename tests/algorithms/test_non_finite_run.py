@@ -28,6 +28,8 @@ def test_a_poisoned_update_is_skipped_on_all_ranks_and_the_third_in_a_row_stops(
 ) -> None:
     words = [
         *TINY,
+        "data.prompts_per_batch=2",
+        "algorithm.kl_weight=0",
         "max_rl_steps=9",
         "allocation.trainers=2",
         "allocation.rollouts=1",

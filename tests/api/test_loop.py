@@ -12,10 +12,12 @@ from digenrl import config as configuration
 from tests.strategy.processes import TINY
 from tests.strategy.reference import reference
 
+WORDS = (*TINY, "data.prompts_per_batch=2")
+
 
 @pytest.mark.heavy
 def test_two_steps_equal_the_reference_loop() -> None:
-    loop, expected = digenrl.rl_loop(*TINY), reference(configuration.load(TINY).settings)
+    loop, expected = digenrl.rl_loop(*WORDS), reference(configuration.load(WORDS).settings)
     for _ in range(2):
         made = loop.generate()
         metrics = loop.train(made)
@@ -29,7 +31,7 @@ def test_two_steps_equal_the_reference_loop() -> None:
 
 @pytest.mark.heavy
 def test_what_is_missing_is_said_and_what_is_changed_counts() -> None:
-    loop = digenrl.rl_loop(*TINY)
+    loop = digenrl.rl_loop(*WORDS)
     made = loop.generate()
     with pytest.raises(ValueError, match="groups \\[0\\] of RL step 0 are not complete"):
         loop.train(made[1:])

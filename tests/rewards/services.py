@@ -1,5 +1,6 @@
 """Servers for the tests: the real service on a free loopback port, and one that follows a script of
-faults."""
+faults. The scorers here are built in processes of their own too, which import this file: it needs
+torch alone, where a test's file imports all of digenrl for ten seconds."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -61,6 +63,26 @@ class Moody:
             if prompt.text == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
         return torch.ones(len(prompts))
+
+
+class Chatty:
+    """Prints a secret in three ways: by Python, past it, and from a process that it starts."""
+
+    def __init__(self) -> None:
+        print(f"token={os.environ['CHATTY_API_KEY']}", file=sys.stderr)
+        os.write(1, f"raw {os.environ['CHATTY_API_KEY']}\n".encode())
+        subprocess.run(["sh", "-c", 'echo "shell $CHATTY_API_KEY"; printf "no end"'], check=True)
+
+    def __call__(self, media, prompts):
+        return torch.ones(len(prompts))
+
+
+class Littering:
+    """Leaves a temporary file behind."""
+
+    def __call__(self, media, prompts):
+        tempfile.mkstemp(prefix="litter-")
+        return torch.ones(len(media))
 
 
 @contextmanager

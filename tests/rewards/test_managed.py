@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -268,21 +267,13 @@ def test_vllm_serves_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.processes
 def test_a_child_that_was_killed_leaves_nothing_either(folder: Path) -> None:
-    scorer = ManagedScorer({"_target_": "tests.rewards.test_managed.Littering"})
+    scorer = ManagedScorer({"_target_": "tests.rewards.services.Littering"})
     try:
         scorer(MEDIA, PROMPTS)
         assert list(folder.rglob("litter-*")), "its temporary files are beside its lock"
     finally:
         scorer.close()
     assert not list(folder.iterdir())
-
-
-class Littering:
-    """Leaves a temporary file behind."""
-
-    def __call__(self, media: torch.Tensor, prompts: object) -> torch.Tensor:
-        tempfile.mkstemp(prefix="litter-")
-        return torch.ones(len(media))
 
 
 def test_the_folder_of_others_and_of_the_living_stays(folder: Path) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -133,18 +132,6 @@ def test_the_child_and_what_it_started_end_when_its_parent_is_killed():
 SECRET = "canary-of-a-scorer-5512"
 
 
-class Chatty:
-    """Prints a secret in three ways: by Python, past it, and from a process that it starts."""
-
-    def __init__(self) -> None:
-        print(f"token={os.environ['CHATTY_API_KEY']}", file=sys.stderr)
-        os.write(1, f"raw {os.environ['CHATTY_API_KEY']}\n".encode())
-        subprocess.run(["sh", "-c", 'echo "shell $CHATTY_API_KEY"; printf "no end"'], check=True)
-
-    def __call__(self, media, prompts):
-        return torch.ones(len(prompts))
-
-
 @pytest.mark.processes
 def test_what_a_child_prints_passes_the_ranks_filter(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CHATTY_API_KEY", SECRET)
@@ -152,7 +139,7 @@ def test_what_a_child_prints_passes_the_ranks_filter(tmp_path, monkeypatch) -> N
     monkeypatch.setattr(sys, "stderr", log)
     monkeypatch.setattr(sys, "stdout", log)
     mask_secrets()
-    scorer = ProcessScorer({"_target_": "tests.rewards.test_process.Chatty"})
+    scorer = ProcessScorer({"_target_": "tests.rewards.services.Chatty"})
     try:
         scorer(torch.rand(1, 3, 4, 4), [Prompt("a")])
     finally:

@@ -72,7 +72,11 @@ def test_rollouts_evaluate_what_trainers_would(tmp_path: Path) -> None:
     """One of each: the same lines of metrics.jsonl before and after a step; the timeline says who
     worked. Before it a moving average is the version itself, after it the average is published;
     without one, numbers are others."""
-    fast = ("max_rl_steps=1", "callbacks.evaluation.max_prompts=3")
+    fast = (
+        "max_rl_steps=1",
+        "data.prompts_per_batch=2",
+        "callbacks.evaluation.max_prompts=3",
+    )
     jobs = [
         Job("rollouts", loaded(*fast, *AVERAGE), draws_nothing),
         Job("trainers", loaded(*fast, *AVERAGE, TRAINERS)),

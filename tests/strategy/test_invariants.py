@@ -497,7 +497,12 @@ def test_nothing_between_roles_is_pickled(tmp_path: Path, sharding: str) -> None
 
     def run_it(*words: str, resume: bool = False) -> None:
         config = configured(
-            "algorithm.kl_weight=0", "schedule=full", f"parallel.sharding={sharding}", *words
+            "algorithm.kl_weight=0",
+            "data.prompts_per_batch=2",
+            LIGHT[-2],  # a small LoRA
+            "schedule=full",
+            f"parallel.sharding={sharding}",
+            *words,
         )
         completed(
             run_cluster(

@@ -30,6 +30,7 @@ NFT = (
     "callbacks.evaluation.max_prompts=3",
     "callbacks.evaluation.every=1",
     "algorithm.optimizer.lr=0.01",
+    "data.prompts_per_batch=2",
 )
 LENT = ("schedule=full", "schedule.gap=2", "schedule.tsp.batch=1", "schedule.async_steps=0")
 

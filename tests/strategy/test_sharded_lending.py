@@ -34,6 +34,7 @@ WORDS = (
     "schedule.tsp.batch=1",
     "data.prompts_per_batch=2",
     "data.group_size=10",
+    "sampling.steps=3",
     "algorithm.updates_per_batch=2",
 )
 """An update has a single fragment, which fixes the order of sums. A group has five tasks: an odd

@@ -28,6 +28,14 @@ EVALUATED = (
 )
 
 
+SMALLER = (
+    "data.prompts_per_batch=2",
+    "algorithm.kl_weight=0",
+    r"model.lora.targets=[attn\.to_q,proj_out]",
+)
+"""Half the samples and a small LoRA: these tests are about how a run ends."""
+
+
 class Stop(pl.Callback):
     """Asks for a stop at the fourth micro-batch of the second RL step, on one trainer."""
 
@@ -55,7 +63,7 @@ def saved_step(cluster: Cluster) -> str:
 @pytest.mark.timeout(180)
 def test_a_stop_inside_a_step_is_taken_at_its_end_on_every_trainer(tmp_path: Path) -> None:
     """What is saved is what a run of two steps saves."""
-    several = ("algorithm.updates_per_batch=2", "max_rl_steps=5")
+    several = (*SMALLER, "algorithm.updates_per_batch=2", "max_rl_steps=5")
     stopped = run_cluster(
         tmp_path / "a", 2, 1, configured(*several), after_build=adding(Stop(), rank=1)
     )
@@ -76,7 +84,8 @@ def test_a_stop_inside_a_step_is_taken_at_its_end_on_every_trainer(tmp_path: Pat
 @pytest.mark.timeout(180)
 def test_a_timer_ends_a_run_of_two_trainers_after_a_whole_step(tmp_path: Path) -> None:
     timer = Timer(duration={"milliseconds": 1}, interval="step")  # type: ignore[arg-type]
-    cluster = run_cluster(tmp_path, 2, 1, configured("max_rl_steps=5"), after_build=adding(timer))
+    config = configured(*SMALLER, "max_rl_steps=5")
+    cluster = run_cluster(tmp_path, 2, 1, config, after_build=adding(timer))
     assert len(completed(cluster).gradients) == 1, "the update of the whole step"
     assert [row["rl_step"] for row in cluster.metrics()] == [1]
     assert saved_step(cluster) == "step-000001"
@@ -125,7 +134,7 @@ def test_no_process_group_is_destroyed_after_an_exception(tmp_path: Path, end: s
         dist.destroy_process_group = tell
 
     fails = adding(Fails(), rank=1) if end == "raises" else None
-    config = configured("parallel.sharding=fsdp")
+    config = configured(*SMALLER, "parallel.sharding=fsdp")
     cluster = run_cluster(tmp_path, 2, 0, config, before=watched, after_build=fails)
     destroyed = sorted(path.name for path in tmp_path.glob("destroyed-*"))
     if end == "completes":
@@ -147,7 +156,7 @@ def test_callbacks_that_need_a_logger_work_with_several_trainers(tmp_path: Path)
         f"+callbacks.rates={lightning}LearningRateMonitor}}",
         f"+callbacks.device={lightning}DeviceStatsMonitor,cpu_stats:true}}",
     ]
-    config = configuration.load([*words, *watchers]).settings
+    config = configuration.load([*words, *SMALLER, *watchers]).settings
     cluster = run_cluster(tmp_path, 2, 0, config)
     completed(cluster)
     (header, *rows) = (cluster.run_dir / "csv/metrics.csv").read_text().splitlines()

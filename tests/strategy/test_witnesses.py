@@ -4,10 +4,7 @@ held."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import pickle
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import torch
 
 from digenrl import run
 from digenrl.cluster.world import World
+from tests.shared import made_once
 from tests.strategy.processes import (
     Cluster,
     Job,
@@ -105,17 +103,9 @@ def runs(folder: Path) -> dict[str, Seen]:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> dict[str, Seen]:
-    """What `runs` returns, once for all of pytest's workers: half a minute."""
-    folder = tmp_path_factory.mktemp("witnesses")
-    shared = folder if worker_id == "master" else tmp_path_factory.getbasetemp().parent
-    with (shared / "witnesses.pickle").open("a+b") as kept:
-        fcntl.flock(kept, fcntl.LOCK_EX)
-        if not kept.seek(0, os.SEEK_END):
-            pickle.dump(runs(folder), kept)
-        kept.seek(0)
-        found: dict[str, Seen] = pickle.load(kept)  # noqa: S301  (written above)
-    return found
+def seen(tmp_path_factory: pytest.TempPathFactory, shared_folder: Path) -> dict[str, Seen]:
+    """What `runs` returns: half a minute."""
+    return made_once(shared_folder, "witnesses", lambda: runs(tmp_path_factory.mktemp("witnesses")))
 
 
 def test_without_lending_rollouts_alone_generate(seen: dict[str, Seen]) -> None:

@@ -153,7 +153,7 @@ def test_memory_is_gone_with_the_link(machine: Machine) -> None:
 @pytest.mark.processes
 def test_a_run_with_shared_memory_computes_the_same(tmp_path: Path) -> None:
     config = configured(
-        *LIGHT, "model.lora=null", "algorithm.kl_weight=0", "schedule.async_steps=1"
+        *LIGHT, "model.lora=null", "data.prompts_per_batch=2", "schedule.async_steps=1"
     )
 
     def everything(world: World, session: Session) -> None:

@@ -6,6 +6,7 @@ environment variable with a secret's name. `num_tokens`, `tokenizer` or `token_e
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -46,6 +47,8 @@ _ASSIGNMENT = re.compile(
 _SHORTEST_SECRET = 8  # a shorter environment value would mask ordinary words
 
 
+# Asked of the same keys and variables for each line of a log.
+@functools.lru_cache(maxsize=4096)
 def is_secret_name(key: str) -> bool:
     """Return whether the last part of a dotted `key` names a secret."""
     return bool(_SECRET_NAME.search(key.rsplit(".", 1)[-1]))
@@ -69,10 +72,16 @@ def redact_text(text: str) -> str:
         ),
         text,
     )
-    for name, value in os.environ.items():
-        if len(value) >= _SHORTEST_SECRET and is_secret_name(name) and value in text:
-            text = text.replace(value, MASK)
+    for secret in _environment_secrets():
+        text = text.replace(secret, MASK)
     return text
+
+
+def _environment_secrets() -> list[str]:
+    """Return the values of environment variables with a secret's name."""
+    # Each look at a value decodes it, so only those of secrets are looked at.
+    values = [os.environ[name] for name in os.environ if is_secret_name(name)]
+    return [value for value in values if len(value) >= _SHORTEST_SECRET]
 
 
 @overload
@@ -103,7 +112,4 @@ def _is_there(value: str) -> bool:
     whatever its shape, unless it holds one of the environment."""
     if not (os.path.isabs(value) and os.path.lexists(value)):
         return False
-    return not any(
-        is_secret_name(name) and len(held) >= _SHORTEST_SECRET and held in value
-        for name, held in os.environ.items()
-    )
+    return not any(secret in value for secret in _environment_secrets())

@@ -64,7 +64,8 @@ def full_trainer(tmp_path: Path, trainers: int, rank: int) -> Cluster:
         if world.is_trainer:
             each.trainer.callbacks.append(FillsInStep(rank, 2))  # type: ignore[attr-defined]
 
-    return run_cluster(tmp_path, trainers, 1, configured(*WORDS), after_build=build)
+    config = configured(*WORDS, "data.prompts_per_batch=2")
+    return run_cluster(tmp_path, trainers, 1, config, after_build=build)
 
 
 def saved(cluster: Cluster) -> list[str]:

@@ -26,6 +26,7 @@ from tests.strategy.processes import (
 
 strict = torch.get_device_module("strict")
 FSDP = (*FULL, "parallel.sharding=fsdp")
+HALF = "data.prompts_per_batch=2"
 
 
 def without(world: World, session: Session) -> None:
@@ -48,7 +49,7 @@ def on_the_cpu(tmp_path: Path, *words: str) -> Record:
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory: pytest.TempPathFactory) -> Record:
     """What one trainer and one rollout do on the CPU, as any number of trainers (I1)."""
-    return on_the_cpu(tmp_path_factory.mktemp("cpu"))
+    return on_the_cpu(tmp_path_factory.mktemp("cpu"), HALF)
 
 
 def assert_bit_equal(found: Record, wanted: Record) -> None:
@@ -101,7 +102,7 @@ def counted(world: World, session: Session) -> None:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, list[int]]:
     """What one trainer and one rollout do on the device, and the bytes that leave it at the end."""
     path = tmp_path_factory.mktemp("device")
-    found = on_the_device(path, 1, before=counted)
+    found = on_the_device(path, 1, HALF, before=counted)
     return found, [int((path / f"left-{rank}").read_text()) for rank in range(2)]
 
 
@@ -111,7 +112,7 @@ def test_one_trainer_and_one_rollout(plain: tuple[Record, list[int]], wanted: Re
 
 @pytest.mark.parametrize("sharding", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_trainers(tmp_path: Path, wanted: Record, sharding: str) -> None:
-    assert_close(on_the_device(tmp_path, 2, f"parallel.sharding={sharding}"), wanted)
+    assert_close(on_the_device(tmp_path, 2, HALF, f"parallel.sharding={sharding}"), wanted)
 
 
 @pytest.mark.slow
@@ -161,7 +162,7 @@ SCORER = (
 )
 def test_the_scorer_of_a_rank_is_on_its_device(tmp_path: Path, placement: str) -> None:
     """H1: children of all ranks were on device 0, where the trainer is."""
-    words = (*SCORER, f"reward.placement={placement}", "max_rl_steps=1")
+    words = (*SCORER, HALF, f"reward.placement={placement}", "max_rl_steps=1")
     done = completed(run_cluster(tmp_path, 1, 1, configured(*words)))
     assert {cell.reward.item() for cell in done.cells.values()} == {1.0}
 
