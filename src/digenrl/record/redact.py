@@ -80,7 +80,7 @@ def redact_text(text: str) -> str:
 def _environment_secrets() -> list[str]:
     """Return the values of environment variables with a secret's name."""
     # Each look at a value decodes it, so only those of secrets are looked at.
-    values = [os.environ[name] for name in os.environ if is_secret_name(name)]
+    values = [os.environ.get(name, "") for name in os.environ if is_secret_name(name)]
     return [value for value in values if len(value) >= _SHORTEST_SECRET]
 
 
