@@ -58,7 +58,7 @@ FEWSTEP = {
         "algorithm.kl_weight=1e-2",
     ),
 }
-"""Methods on the two-step student, with the words of benchmarks/results/fewstep-2026-11-28.md."""
+"""Methods on the two-step student, with the words of benchmarks/results/fewstep-2026-11-29.md."""
 WANTED_GAIN = 0.2
 """What an algorithm should add to held-out judge B on every seed, at the sample budget that all
 share."""
