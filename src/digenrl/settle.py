@@ -139,6 +139,9 @@ def with_allocation(composed: Composed, trainers: int, rollouts: int, advisor: A
     if wrong := relation_problems(settings.with_values(numbers).as_plain()):
         raise ValueError("\n".join(wrong))
     numbers["parallel.compress"] = compression(settings, trainers, rollouts)
+    # `auto` may have become a share, which shards do not exchange.
+    if wrong := relation_problems(settings.with_values(numbers).as_plain()):
+        raise ValueError("\n".join(wrong))
     steps = steps_per_forward(settings.schedule.tsp.batch, trained_steps(settings))
     if settings.schedule.tsp.batch == AUTO:
         tiny = settings.hardware.build == "tiny"
@@ -151,7 +154,9 @@ def with_allocation(composed: Composed, trainers: int, rollouts: int, advisor: A
         rollouts_evaluate=not few,
         why=f"{trainers} trainers would wait for {rollouts} rollouts",
     )
-    held, notes = advisor.place_model(composed, trainers, rollouts, usual), composed.notes
+    # With off or a share in place of auto: replicas must fit only where they compress.
+    shared = composed.with_values({"parallel.compress": numbers["parallel.compress"]})
+    held, notes = advisor.place_model(shared, trainers, rollouts, usual), composed.notes
     numbers |= {"parallel.sharding": held.sharding, "schedule.tsp.batch": held.tsp_batch}
     if settings.model.gradient_checkpointing == AUTO:
         numbers["model.gradient_checkpointing"] = held.gradient_checkpointing

@@ -298,6 +298,14 @@ def test_whole_gradients_between_places_are_refused() -> None:
         with_allocation(config.load([*APART]), 2, 1, PlainAdvisor())
 
 
+def test_shards_in_several_places_are_refused_and_in_one_place_are_whole() -> None:
+    words = ("parallel.compress=auto", "parallel.sharding=fsdp", "allocation.trainers=2")
+    near = with_allocation(config.load([*words]), 2, 1, PlainAdvisor()).settings
+    assert (near.parallel.compress, near.parallel.sharding) == ("off", "fsdp")
+    with pytest.raises(ValueError, match=r"compress = 0\.025 with parallel\.sharding = fsdp"):
+        with_allocation(config.load([*APART, *words]), 2, 1, PlainAdvisor())
+
+
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Any]:
     """Starts train commands, and leaves none behind."""

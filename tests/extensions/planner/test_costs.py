@@ -382,6 +382,16 @@ def test_the_slower_the_line_the_fewer_values_travel() -> None:
     assert gradient_share("auto", slow, ranks * 100) == 0.0025, "half of an all-reduce's bytes"
 
 
+def test_a_plan_has_no_run_whose_share_of_gradients_is_refused() -> None:
+    """A value of three trainers and its place are fewer bytes than an all-reduce of all values."""
+    costing = Costing(replace(WORK, gradient_share=0.3), Hardware((POOL,)))
+    allowed = [n for n in range(1, 8) if is_allowed(costing, costing.make_candidate(n, 8 - n))]
+    assert allowed == [2, 3]
+    auto = Costing(replace(WORK, gradient_share="auto"), Hardware((POOL,)))
+    assert not is_allowed(auto, auto.make_candidate(1, 7))
+    assert is_allowed(auto, auto.make_candidate(2, 6))
+
+
 def test_a_line_is_charged_for_what_is_sent_over_it() -> None:
     costs, version = Costs(WORK, Hardware((POOL,))), 2 * WORK.trained_parameters
     assert fetch_seconds(costs.work, APART, 2) == pytest.approx(2 * version / 12.5e6 + 0.02)

@@ -115,6 +115,10 @@ def test_what_does_not_fit_is_said_of_one_step_a_forward() -> None:
             r"set parallel\.sharding=fsdp\.$",
         ),
         (
+            ("experiment=hunyuanvideo_dancegrpo", "hardware=a100x32", "parallel.compress=0.01"),
+            r"set parallel\.compress=off parallel\.sharding=fsdp\.$",
+        ),
+        (
             (
                 "experiment=flux1_flowgrpo",
                 "hardware=node_8xh100",
@@ -149,7 +153,7 @@ def test_what_does_not_fit_is_said_of_one_step_a_forward() -> None:
             r"set parallel\.context=8\.$",
         ),
     ],
-    ids=["steps", "replicas", "kept", "720p", "480p"],
+    ids=["steps", "replicas", "compressed", "kept", "720p", "480p"],
 )
 def test_a_misfit_is_refused_with_the_change_that_fits(
     words: tuple[str, ...], message: str
@@ -176,6 +180,19 @@ def test_all_weights_are_sharded_without_being_asked() -> None:
     }
     assert chosen["flux1_flowgrpo"] == "ddp"
     assert chosen["flux1_dancegrpo"] in ("hsdp", "fsdp")
+
+
+@pytest.mark.parametrize("schedule", ["sync", "auto"])
+def test_weights_are_sharded_where_auto_compresses_nothing(schedule: str) -> None:
+    """All GPUs are in one place, so `auto` means off, and replicas are not the only way."""
+    words = ("experiment=flux1_dancegrpo", "hardware=a100x32", f"schedule={schedule}")
+    off, auto = (
+        settle_run(loaded(*words, f"parallel.compress={asked}"), PlannerAdvisor()).settings
+        for asked in ("off", "auto")
+    )
+    assert auto.parallel.compress == "off"
+    assert auto.parallel.sharding in ("hsdp", "fsdp")
+    assert auto == off
 
 
 def test_auto_task_sizes_follow_the_pixels_and_not_the_schedule() -> None:

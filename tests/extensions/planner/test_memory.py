@@ -153,8 +153,8 @@ def test_weights_gradients_and_optimizer_are_exact() -> None:
     ]
     assert copies == [0, 4 * trained, 4 * trained, 8 * trained]
     # Values that were not sent, of this update and of the one before, in fp32.
-    compressed = replace(WAN, gradient_share=0.01)
-    unsent = trainer_memory(compressed, TrainerLoad(1, 2, 1, False, False), INPUTS).copies
+    load = TrainerLoad(1, 2, 1, False, False, compresses=True)
+    unsent = trainer_memory(WAN, load, INPUTS).copies
     assert unsent - memory.copies == 8 * trained
     sharded = trainer_memory(WAN, TrainerLoad(8, 2, 1, False, False), INPUTS)
     assert sharded.optimizer == 8 * -(-trained // 8)

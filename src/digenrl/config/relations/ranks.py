@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from digenrl import hardware
 from digenrl.config.relations.view import Rule, View, divisors, most_rollouts
 from digenrl.rewards.needs import managed_gpus
 
@@ -65,7 +66,9 @@ def _compressed_gradients(get: View) -> Iterator[str]:
     if share == "off":
         return
     sharding = get("parallel.sharding")
-    if sharding in ("hsdp", "fsdp"):
+    # `auto` becomes off where all trainers are in one place, and is looked at again when it is a
+    # share.
+    if share != "auto" and sharding in ("hsdp", "fsdp"):
         yield (
             f"parallel.compress = {share} with parallel.sharding = {sharding}: only replicas "
             "exchange whole gradients; set parallel.sharding=ddp, or parallel.compress=off."
@@ -76,9 +79,11 @@ def _compressed_gradients(get: View) -> Iterator[str]:
             "exchange gradients with; set parallel.compress=off or allocation.trainers to 2 or "
             "more."
         )
-    # A value travels with its place, to every other trainer: 8 (n - 1) bytes. An all-reduce moves
-    # 8 (n - 1) / n.
-    elif isinstance(share, float) and isinstance(trainers, int) and share * trainers >= 1.0:
+    elif (
+        isinstance(share, float)
+        and isinstance(trainers, int)
+        and not hardware.saves_bytes(share, trainers)
+    ):
         yield (
             f"parallel.compress = {share:g} with allocation.trainers = {trainers}: as many bytes "
             "would travel as without, because each value goes to every trainer, with its place; "

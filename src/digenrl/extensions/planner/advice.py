@@ -273,7 +273,7 @@ def _fitting_shardings(
     if candidate.trainers % candidate.spec.context or costing.crosses_whole(candidate):
         return []
     shardings = [candidate.sharding]
-    replicas = settings.parallel.compress != "off" or candidate.trainers == 1
+    replicas = candidate.trainers == 1 or costing.gradient_share(candidate) is not None
     if settings.parallel.sharding == AUTO and not replicas:
         group = shard_group(settings, candidate.trainers)
         shardings = ["ddp", *(["hsdp"] if 1 < group < candidate.trainers else []), "fsdp"]

@@ -113,6 +113,12 @@ class Costing:
         line = trainers_line(self.hardware, self.place_ranks(candidate).ranks)
         return line is not None and self.work.gradient_share == "off"
 
+    def gradient_share(self, candidate: Candidate) -> float | None:
+        """Return the share of a gradient's values that travel in an update; None: all, such as
+        where `auto` finds no line between trainers."""
+        ranks = self.place_ranks(candidate).ranks
+        return gradient_share(self.work.gradient_share, self.hardware, ranks)
+
     def shard_count(self, candidate: Candidate) -> int:
         """Return the number of ranks that share one copy of the weights."""
         if candidate.sharding == "ddp":
@@ -183,6 +189,7 @@ class Costing:
             encoders=candidate.encoders,
             context=spec.context,
             blocks=_blocks_at_once(candidate, pool, self.place_ranks(candidate)),
+            compresses=self.gradient_share(candidate) is not None,
         )
 
     @_compute_once
@@ -378,7 +385,7 @@ class Costing:
                 trainer_pools,
                 candidate.trainers // shards,
                 shards,
-                gradient_share(work.gradient_share, self.hardware, placed),
+                self.gradient_share(candidate),
                 trainers_line(self.hardware, placed),
             ),
             optimizer_seconds=max(costs.optimizer_seconds(pool, shards) for pool in trainer_pools),

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from digenrl.extensions.planner.bound import seconds_per_unit, step_bound, work_units
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
+from digenrl.hardware import saves_bytes
 
 PROMISING = (1, 2)
 """Disaggregated candidates to simulate of each kind, the lowest floors first: (on-policy,
@@ -258,7 +259,7 @@ def _sharding_candidates(costing: Costing, base: Candidate) -> Iterator[Candidat
     """
     for context in (1, *context_sizes(costing, base)):
         fastest = math.inf
-        replicas = base.trainers == 1 or costing.work.gradient_share != "off"
+        replicas = base.trainers == 1 or costing.gradient_share(base) is not None
         for sharding in ("ddp",) if replicas else ("ddp", "hsdp", "fsdp"):
             trial = base.with_changes(sharding=sharding, context=context)
             if costing.least_cell_seconds(trial) >= 0.995 * fastest:
@@ -329,10 +330,15 @@ def _few_tasks(costing: Costing) -> bool:
 
 def is_allowed(costing: Costing, candidate: Candidate) -> bool:
     """Return whether the profile's roles and lines allow the split, the advantages the fragments,
-    and the split asynchrony: colocated ranks have nobody who generates while they train."""
+    the given share of gradients the number of trainers, and the split asynchrony: colocated ranks
+    have nobody who generates while they train."""
     if candidate.spec.async_steps and candidate.rollouts == 0:
         return False
     if candidate.spec.gap and costing.work.whole_batch:
+        return False
+    share = costing.work.gradient_share
+    # `auto` becomes no share that saves nothing, but one trainer has nobody to exchange with.
+    if share != "off" and not saves_bytes(0.0 if share == "auto" else share, candidate.trainers):
         return False
     try:
         costing.place_ranks(candidate)

@@ -242,6 +242,8 @@ class TrainerLoad(NamedTuple):
     """Ranks that share the tokens of a trained forward. Each generates and evaluates alone."""
     blocks: int = 1
     """Cell blocks of a micro-batch."""
+    compresses: bool = False
+    """Whether the rank sends the largest values of its gradient and keeps the others."""
 
     @property
     def cells(self) -> int:
@@ -272,9 +274,8 @@ def trainer_memory(work: Workload, load: TrainerLoad, recompute: Recompute) -> M
     # another copy of the trained weights, as did the flat gradient of replicas before it
     # (tests/device/inside/test_parts.py). Trainers that exchange the largest values keep the rest,
     # and that of the update before. They compare the values beside them.
-    largest = work.gradient_share != "off"
     update = (
-        max(4 * share * (1 + largest), outside * (8 + 4 / shards) * (full and shards > 1))
+        max(4 * share * (1 + load.compresses), outside * (8 + 4 / shards) * (full and shards > 1))
         - kept
         - gathered
     )
@@ -287,7 +288,7 @@ def trainer_memory(work: Workload, load: TrainerLoad, recompute: Recompute) -> M
         optimizer=8 * share,
         copies=4 * share * (int(work.ema) + work.weight_copies)
         + lent_copy_bytes(work, shards) * (load.lends and not full)
-        + 8 * share * largest,
+        + 8 * share * load.compresses,
         reference=-(-4 * parameters // shards) if full and work.reference else 0,
         rewards=scorer_bytes(work, heldout=work.evaluated > 0) if makes else 0,
         gathered=gathered,

@@ -37,6 +37,7 @@ def find_remedy(costing: Costing, candidate: Candidate) -> str:
             Costing(replace(work, rollouts_evaluate=False), hardware),
         ),
         ("model.quantize=nf4 parallel.sharding=ddp ", costing.quantized),
+        ("parallel.compress=off ", Costing(replace(work, gradient_share="off"), hardware)),
     )
     for said, way in ways:
         if (words := _fitting_changes(way, candidate)) is not None:
@@ -61,7 +62,7 @@ def _fitting_changes(costing: Costing, candidate: Candidate) -> list[str] | None
     ]
     for count in range(len(known) + 1):
         for chosen in itertools.combinations(known, count):
-            if not costing.find_misfits(_with_all(candidate, chosen)):
+            if _is_startable(costing, _with_all(candidate, chosen)):
                 return [word for word, _ in chosen]
     smallest, gpus = _with_all(candidate, CHANGES), costing.hardware.gpus
     for trainers in range(gpus, 0, -1):
@@ -71,7 +72,7 @@ def _fitting_changes(costing: Costing, candidate: Candidate) -> list[str] | None
         )
         for context in (1, *context_sizes(costing, split)[-1:]):
             try:
-                if costing.find_misfits(split.with_changes(context=context)):
+                if not _is_startable(costing, split.with_changes(context=context)):
                     continue
             except ValueError:  # the roles of the pools do not allow it
                 break
@@ -84,6 +85,17 @@ def _fitting_changes(costing: Costing, candidate: Candidate) -> list[str] | None
             words += [f"parallel.context={context}"] * (context != candidate.spec.context)
             return words
     return None
+
+
+def _is_startable(costing: Costing, candidate: Candidate) -> bool:
+    """Return whether `candidate` fits, and whether a run accepts how it exchanges gradients.
+
+    Raises:
+        ValueError: the roles of the pools do not allow the split.
+    """
+    compresses = costing.gradient_share(candidate) is not None
+    refused = compresses if candidate.sharding != "ddp" else costing.crosses_whole(candidate)
+    return not refused and not costing.find_misfits(candidate)
 
 
 def _with_all(candidate: Candidate, changes: Sequence[tuple[str, Choices]]) -> Candidate:
