@@ -116,9 +116,10 @@ def test_a_version_arrives_bit_for_bit_with_its_seal_and_not_before() -> None:
     [
         ([3, 1, 1, 5, 2], [4, 1, 5, 2]),
         ([4, 4, 0.25], [4, 4, 0.25]),
-        ([1] * 70, [8] * 8 + [6]),
+        ([1] * 262, [8] * 32 + [6]),
         ([1] * 64, [4] * 16),
-        ([1] * 65, [8] * 8 + [1]),
+        ([1] * 256, [4] * 64),
+        ([1] * 257, [8] * 32 + [1]),
         ([100, 1, 1], [100, 2]),
         ([], [0]),
     ],
@@ -126,7 +127,7 @@ def test_a_version_arrives_bit_for_bit_with_its_seal_and_not_before() -> None:
 def test_buckets_are_filled_up_to_a_power_of_two(
     mebibytes: list[float], wanted: list[float]
 ) -> None:
-    """4 MiB, or as many as make at most 32 buckets of twice the size."""
+    """4 MiB, or as many as make at most 128 buckets of twice the size."""
     parameters = {
         f"p{number}": torch.empty(int(size * MIB), dtype=torch.uint8, device="meta")
         for number, size in enumerate(mebibytes)

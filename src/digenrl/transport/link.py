@@ -134,7 +134,7 @@ class SocketLink:
         rank: int,
         host: str,
         handshake: Handshake,
-        queue_depth: int = 64,
+        queue_depth: int = 256,
         network: Network = ANY_NETWORK,
         watched: bool = True,
         limits: Limits = _DEFAULT,
