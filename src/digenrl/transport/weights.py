@@ -33,8 +33,8 @@ from digenrl.transport.wire import Message, MessageKind, tensor_bytes
 _BUCKET_BYTES = 4 << 20
 _MOST_BUCKETS = 128
 """Most buckets of a version: half of what a link queues for a peer, so that a slow peer does not
-hold up the trainer. Fewer and larger ones are slower: up to 2 GiB a bucket stays below what glibc
-maps anew each time (`cluster.launcher.keep_memory`)."""
+hold up the trainer. Fewer and larger ones are slower: below 2 GiB a bucket is smaller than what
+glibc maps anew each time (`cluster.launcher.keep_memory`)."""
 _PIECE_BYTES = 16 << 20
 """Bytes of a parameter that `compute_digest` reads at once."""
 _ALIGNMENT = 64
