@@ -215,19 +215,6 @@ def trainers_line(hardware: Hardware, ranks: Sequence[tuple[str, str]]) -> Line 
     return min(filter(None, between), key=lambda line: line.gb_s, default=None)
 
 
-def saves_bytes(share: float, trainers: int) -> bool:
-    """Return whether fewer bytes travel with this share of a gradient's values than with all.
-
-    A value travels with its place, to every other trainer: 8 (n - 1) bytes. An all-reduce moves
-    8 (n - 1) / n bytes for each value.
-
-    Example:
-        >>> saves_bytes(0.3, trainers=3), saves_bytes(0.3, trainers=4), saves_bytes(0.3, trainers=1)
-        (True, False, False)
-    """
-    return trainers > 1 and share * trainers < 1.0
-
-
 def gradient_share(
     asked: float | str, hardware: Hardware, ranks: Sequence[tuple[str, str]]
 ) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from digenrl import hardware
 from digenrl.config.relations.view import Rule, View, divisors, most_rollouts
 from digenrl.rewards.needs import managed_gpus
 
@@ -61,6 +60,19 @@ def _shard_group(get: View) -> Iterator[str]:
         )
 
 
+def saves_bytes(share: float, trainers: int) -> bool:
+    """Return whether fewer bytes travel with this share of a gradient's values than with all.
+
+    A value travels with its place, to every other trainer: 8 (n - 1) bytes. An all-reduce moves
+    8 (n - 1) / n bytes for each value.
+
+    Example:
+        >>> saves_bytes(0.3, trainers=3), saves_bytes(0.3, trainers=4), saves_bytes(0.3, trainers=1)
+        (True, False, False)
+    """
+    return trainers > 1 and share * trainers < 1.0
+
+
 def _compressed_gradients(get: View) -> Iterator[str]:
     share, trainers = get("parallel.compress"), get("allocation.trainers")
     if share == "off":
@@ -80,9 +92,7 @@ def _compressed_gradients(get: View) -> Iterator[str]:
             "more."
         )
     elif (
-        isinstance(share, float)
-        and isinstance(trainers, int)
-        and not hardware.saves_bytes(share, trainers)
+        isinstance(share, float) and isinstance(trainers, int) and not saves_bytes(share, trainers)
     ):
         yield (
             f"parallel.compress = {share:g} with allocation.trainers = {trainers}: as many bytes "

@@ -107,18 +107,6 @@ class Costing:
     def _place_split(self, trainers: int, rollouts: int, first: str | None) -> Placement:
         return place_split(self.hardware, trainers, rollouts, first)
 
-    def crosses_whole(self, candidate: Candidate) -> bool:
-        """Return whether whole gradients would cross a line between trainers, which a run refuses
-        (`settle.compression`)."""
-        line = trainers_line(self.hardware, self.place_ranks(candidate).ranks)
-        return line is not None and self.work.gradient_share == "off"
-
-    def gradient_share(self, candidate: Candidate) -> float | None:
-        """Return the share of a gradient's values that travel in an update; None: all, such as
-        where `auto` finds no line between trainers."""
-        ranks = self.place_ranks(candidate).ranks
-        return gradient_share(self.work.gradient_share, self.hardware, ranks)
-
     def shard_count(self, candidate: Candidate) -> int:
         """Return the number of ranks that share one copy of the weights."""
         if candidate.sharding == "ddp":
@@ -189,7 +177,7 @@ class Costing:
             encoders=candidate.encoders,
             context=spec.context,
             blocks=_blocks_at_once(candidate, pool, self.place_ranks(candidate)),
-            compresses=self.gradient_share(candidate) is not None,
+            compresses=travelling_share(self, candidate) is not None,
         )
 
     @_compute_once
@@ -385,7 +373,7 @@ class Costing:
                 trainer_pools,
                 candidate.trainers // shards,
                 shards,
-                self.gradient_share(candidate),
+                travelling_share(self, candidate),
                 trainers_line(self.hardware, placed),
             ),
             optimizer_seconds=max(costs.optimizer_seconds(pool, shards) for pool in trainer_pools),
@@ -401,6 +389,20 @@ class Costing:
     def step_floor(self, candidate: Candidate) -> float:
         """Return a lower bound of the candidate's seconds per RL step."""
         return floor_seconds(self.schedule_spec(candidate), self.build_cluster(candidate))
+
+
+def crosses_whole(costing: Costing, candidate: Candidate) -> bool:
+    """Return whether whole gradients would cross a line between trainers, which a run refuses
+    (`settle.compression`)."""
+    line = trainers_line(costing.hardware, costing.place_ranks(candidate).ranks)
+    return line is not None and costing.work.gradient_share == "off"
+
+
+def travelling_share(costing: Costing, candidate: Candidate) -> float | None:
+    """Return the share of a gradient's values that travel in an update; None: all, such as where
+    `auto` finds no line between trainers."""
+    ranks = costing.place_ranks(candidate).ranks
+    return gradient_share(costing.work.gradient_share, costing.hardware, ranks)
 
 
 def _blocks_at_once(candidate: Candidate, pool: Pool, placement: Placement) -> int:

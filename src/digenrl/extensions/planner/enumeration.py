@@ -7,10 +7,10 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 
+from digenrl.config.relations import saves_bytes
 from digenrl.extensions.planner.bound import seconds_per_unit, step_bound, work_units
 from digenrl.extensions.planner.candidate import Candidate
-from digenrl.extensions.planner.costing import Costing
-from digenrl.hardware import saves_bytes
+from digenrl.extensions.planner.costing import Costing, crosses_whole, travelling_share
 
 PROMISING = (1, 2)
 """Disaggregated candidates to simulate of each kind, the lowest floors first: (on-policy,
@@ -259,7 +259,7 @@ def _sharding_candidates(costing: Costing, base: Candidate) -> Iterator[Candidat
     """
     for context in (1, *context_sizes(costing, base)):
         fastest = math.inf
-        replicas = base.trainers == 1 or costing.gradient_share(base) is not None
+        replicas = base.trainers == 1 or travelling_share(costing, base) is not None
         for sharding in ("ddp",) if replicas else ("ddp", "hsdp", "fsdp"):
             trial = base.with_changes(sharding=sharding, context=context)
             if costing.least_cell_seconds(trial) >= 0.995 * fastest:
@@ -329,9 +329,9 @@ def _few_tasks(costing: Costing) -> bool:
 
 
 def is_allowed(costing: Costing, candidate: Candidate) -> bool:
-    """Return whether the profile's roles and lines allow the split, the advantages the fragments,
-    the given share of gradients the number of trainers, and the split asynchrony: colocated ranks
-    have nobody who generates while they train."""
+    """Return whether a run would accept the candidate. The profile's roles and lines must allow the
+    split, the advantages the fragments, and the share of gradients the number of trainers.
+    Colocated ranks have nobody who generates while they train, so they are not asynchronous."""
     if candidate.spec.async_steps and candidate.rollouts == 0:
         return False
     if candidate.spec.gap and costing.work.whole_batch:
@@ -344,4 +344,4 @@ def is_allowed(costing: Costing, candidate: Candidate) -> bool:
         costing.place_ranks(candidate)
     except ValueError:
         return False
-    return not costing.crosses_whole(candidate)
+    return not crosses_whole(costing, candidate)

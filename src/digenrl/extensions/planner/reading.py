@@ -248,8 +248,8 @@ def _adapter_numbers(path: str | None) -> int:
 def _trained_samples(settings: Settings) -> int | None:
     """Return how many samples of a group are trained, None for all.
 
-    Online DPO takes `pairs` pairs of each task. Elsewhere, 2k are trained if only the k best and k
-    worst samples have an advantage, no other loss term needs the others, and cells without a
+    Online DPO takes `pairs` pairs of each task. Elsewhere it is 2k where three settings hold: only
+    the k best and k worst have an advantage, no loss term needs the others, and cells without a
     gradient are skipped.
     """
     group, size = settings.data.group_size, settings.sampling.task_size

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from digenrl.extensions.planner.candidate import Candidate, Choices
-from digenrl.extensions.planner.costing import Costing
+from digenrl.extensions.planner.costing import Costing, crosses_whole, travelling_share
 from digenrl.extensions.planner.enumeration import context_sizes
 
 CHANGES: tuple[tuple[str, Choices], ...] = (
@@ -93,8 +93,8 @@ def _is_startable(costing: Costing, candidate: Candidate) -> bool:
     Raises:
         ValueError: the roles of the pools do not allow the split.
     """
-    compresses = costing.gradient_share(candidate) is not None
-    refused = compresses if candidate.sharding != "ddp" else costing.crosses_whole(candidate)
+    compresses = travelling_share(costing, candidate) is not None
+    refused = compresses if candidate.sharding != "ddp" else crosses_whole(costing, candidate)
     return not refused and not costing.find_misfits(candidate)
 
 
