@@ -216,8 +216,8 @@ def compression_note(share: float | str) -> str:
 
 
 def gradient_share(settings: Settings) -> float | None:
-    """Return `parallel.compress` of a settled run as a number; None: every value travels. So it is
-    while the key is still 'auto'."""
+    """Return `parallel.compress` of a settled run as a number; None: every value travels, or
+    the key is still 'auto'."""
     share = settings.parallel.compress
     return None if isinstance(share, str) else share
 

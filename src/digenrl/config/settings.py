@@ -140,9 +140,8 @@ class ParallelSettings(Closed):
     heads. Wan and HunyuanVideo (also 1.5) support it. 1: no sharing."""
     compress: Literal["off", "auto"] | Part
     """Share of the gradient's values that trainers (ddp) exchange in an update, the largest ones.
-    What has not travelled is added to the next gradient, so every update is approximate. auto: by
-    the slowest line between trainers in different places (hardware.links), and off where there is
-    none. off: every value."""
+    The others are added to the next gradient. Every update is approximate. auto: by the slowest
+    line between trainers (hardware.links), off without a line. off: every value."""
 
 
 class LimitsSettings(Closed):

@@ -117,7 +117,7 @@ def check_machine(
 
 def describe_kinds(machines: Iterable[tuple[str, str]]) -> str:
     """Return the warning for machines, each as (architecture, host), whose processors are of
-    several kinds: the same update differs there in a last bit. Empty: they are of one kind.
+    several kinds: the same update differs there in a last bit. Empty: all are of one kind.
 
     Example:
         >>> describe_kinds([("x86_64", "a"), ("aarch64", "b"), ("x86_64", "c")])

@@ -1,10 +1,10 @@
 """What replicated trainers exchange of their gradients: all values, or the largest ones with error
 feedback (`parallel.compress`).
 
-A trainer adds its gradient to what it has not sent yet, sends the largest values of this sum, and
-keeps the others for the next update (Stich et al., arXiv 1809.07599). Largest values and not a low
-rank (PowerSGD): matrices of an adapter have a low rank already, and a share may be as small as a
-line's speed asks. torch's hooks need the buckets of DDP, in which trainers are not wrapped.
+A trainer adds its gradient to what it has not sent yet. It sends the largest values of this sum and
+keeps the others for the next update (Stich et al., arXiv 1809.07599). A low rank (PowerSGD) would
+save less: matrices of an adapter have one already. torch's hooks need the buckets of DDP, in which
+trainers are not wrapped.
 """
 
 from __future__ import annotations
