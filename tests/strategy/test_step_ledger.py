@@ -370,7 +370,13 @@ def streamed(
     """RL step 3 of a trainer with 6 micro-batches in each update, which trains nothing."""
     unused = cast(Any, None)
     engine = SimpleNamespace(policy=None)
-    setup = SimpleNamespace(spec=spec, world=None, engine=engine, micro_batches_per_update=6)
+    setup = SimpleNamespace(
+        spec=spec,
+        world=SimpleNamespace(trainers=1),
+        engine=engine,
+        micro_batches_per_update=6,
+        gradient_share=None,
+    )
     runtime = SimpleNamespace(setup=setup, state=TrainerState(version=3), spans=None)
     lending = cast(Any, source)
     return TrainerStep(cast(Any, runtime), inbox, lending, ledger, unused, vote, unused)
