@@ -150,14 +150,6 @@ KEYS: dict[str, Case] = {
         ["model.dtype=float16"],
         ["model.dtype = float16", "become 0", "set model.dtype=bfloat16"],
     ),
-    "no base model for the KL": (
-        ["model.lora=null", "algorithm.kl_weight=0.25"],
-        ["algorithm.kl_weight = 0.25 compares", "set model.keep_reference=true", "kl_weight=0"],
-    ),
-    "no base model for pairs": (
-        ["experiment=digits_dpo", "model.lora=null"],
-        ["model.lora = null with model.keep_reference = false: DPO compares with the base model"],
-    ),
     "a precision of trainers alone": (
         ["trainer.precision=bf16"],
         ["trainer.precision = bf16", "set model.dtype"],

@@ -779,7 +779,6 @@ READ: dict[str, tuple[str, ...]] = {
         "schedule.auto=false", "schedule.tsp.batch=auto", "parallel.sharding=auto",
         "allocation.evaluation=rollouts", "callbacks.evaluation.every=3", "max_rl_steps=10",
         "schedule.async_steps=1", "schedule.gap=1", "algorithm.kl_weight=0.1", "data.oversample=2",
-        "model.keep_reference=true",
     ),
     "edits": (
         "experiment=qwen_image_edit_flowgrpo", "hardware=h20x16", "schedule.auto=false",

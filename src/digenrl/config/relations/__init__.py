@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from digenrl.config.relations import batches, methods, people, ranks
-from digenrl.config.relations.methods import compares_with_base, needs_whole_groups
+from digenrl.config.relations.methods import needs_whole_groups
 from digenrl.config.relations.people import people_rewards, votes_of_step
 from digenrl.config.relations.ranks import saves_bytes
 from digenrl.config.relations.view import Absent, Tree, View, most_rollouts, needs_whole_batch
 
 __all__ = [
-    "compares_with_base",
     "most_rollouts",
     "needs_whole_batch",
     "needs_whole_groups",

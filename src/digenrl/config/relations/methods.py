@@ -21,8 +21,6 @@ _OF_FILES = (".Supervised", _PREFERENCES)
 """End the `_target_` of algorithms that train nothing but files."""
 _WHOLE_GROUPS = (".DGPO",)
 """End the `_target_` of algorithms that compare all samples of a group in one forward."""
-_WITH_BASE = (".DPO", ".OfflineDPO", ".DGPO")
-"""End the `_target_` of algorithms that always compare with the base model."""
 _LAST_WEIGHTS = "checkpoints/last/policy.safetensors"
 
 
@@ -66,23 +64,6 @@ def _start_reference(get: View) -> Iterator[str]:
 def _noises_finished_samples(get: View) -> bool:
     """Return whether training noises finished samples, and never sees how they were drawn."""
     return str(get("algorithm.train_steps._target_")).endswith(".NoiseLevels")
-
-
-def _missing_reference(get: View) -> Iterator[str]:
-    if get("model.lora") is not None or get("model.keep_reference"):
-        return
-    target = get("algorithm._target_")
-    if compares_with_base(target, 0.0):
-        why = f"{target.rpartition('.')[2]} compares with the base model"
-    elif compares_with_base(target, weight := get("algorithm.kl_weight")):
-        why = f"algorithm.kl_weight = {weight:g} compares with the base model"
-    else:
-        return
-    yield (
-        f"model.lora = null with model.keep_reference = false: {why}, which is not kept where all "
-        "weights are trained; set model.keep_reference=true, train an adapter (model.lora), or set "
-        "algorithm.kl_weight=0 where that is possible."
-    )
 
 
 def _sampling_adapter(get: View) -> Iterator[str]:
@@ -149,17 +130,6 @@ def _sample_files(get: View) -> Iterator[str]:
                     "change the line, or the algorithm."
                 )
                 return
-
-
-def compares_with_base(target: str, kl_weight: float) -> bool:
-    """Return whether each trained cell of an algorithm, by its `_target_` and `kl_weight`, takes a
-    forward of the base model.
-
-    Example:
-        >>> [compares_with_base(f"digenrl.{name}", 0.0) for name in ("methods.dpo.DPO", "GRPO")]
-        [True, False]
-    """
-    return target.endswith(_WITH_BASE) or kl_weight > 0
 
 
 def needs_whole_groups(target: str, reward: object) -> bool:
@@ -255,7 +225,6 @@ RULES: tuple[Rule, ...] = (
     _half_precision,
     _quantized_base,
     _start_reference,
-    _missing_reference,
     _sampling_adapter,
     _evaluation_solver,
     _sample_files,

@@ -15,12 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from digenrl.advisor import named_keys
 from digenrl.config import Composed, config_directory
-from digenrl.config.relations import (
-    compares_with_base,
-    most_rollouts,
-    needs_whole_batch,
-    needs_whole_groups,
-)
+from digenrl.config.relations import most_rollouts, needs_whole_batch, needs_whole_groups
 from digenrl.config.settings import Settings
 from digenrl.extensions.planner.candidate import Candidate, Choices
 from digenrl.extensions.planner.costing import Costing
@@ -41,6 +36,8 @@ from digenrl.settle import (
     trainers_must_evaluate,
 )
 
+_WITH_BASE = (".DPO", ".OfflineDPO", ".DGPO")
+"""End the `_target_` of algorithms that always compare with the base model."""
 _IN_PAIRS = ".DPO"
 """Ends the `_target_` of the algorithm that trains pairs of its tasks alone."""
 _FROM_START = (".AWM", ".DecoupledPPO")
@@ -130,7 +127,7 @@ def workload_of(composed: Composed) -> Workload:
         whole_batch=needs_whole_batch(settings.node_at("algorithm.advantage")),
         most_text=model.get("max_sequence_length"),
         lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
-        reference=compares_with_base(algorithm.target, algorithm.kl_weight or 0.0),
+        reference=_compares_with_base(settings),
         old_forwards=old_forwards(settings),
         weight_copies=_weight_copies(settings),
         sampling_parameters=_adapter_numbers(sampling.lora),
@@ -185,6 +182,12 @@ def drawn_of(settings: Settings) -> Drawn | None:
         if model.lora or model.get("keep_reference")
         else 0,
     )
+
+
+def _compares_with_base(settings: Settings) -> bool:
+    """Return whether each trained cell takes a forward of the base model."""
+    algorithm = settings.algorithm
+    return algorithm.target.endswith(_WITH_BASE) or (algorithm.kl_weight or 0.0) > 0.0
 
 
 def _follows_old_policy(settings: Settings) -> bool:
