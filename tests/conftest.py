@@ -10,8 +10,9 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Set before torch is imported by any test: with several test processes on two cores, more threads
 # only contend.
@@ -25,6 +26,9 @@ import psutil
 import pytest
 import torch
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.training import Train
 
 # Autograd finds out at its first use, for good, that no device needs a thread. Beside fake CUDA
 # tensors it would start one, and then no test could fork ranks that train. With the strict device
@@ -164,6 +168,14 @@ def pytest_unconfigure() -> None:
 def repository() -> Path:
     """The repository's root directory."""
     return ROOT
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Callable[..., Train]]:
+    """Starts train commands (`fork=True`: forked), and leaves none behind."""
+    from tests.training import commands
+
+    yield from commands(tmp_path)
 
 
 @pytest.fixture(scope="session")

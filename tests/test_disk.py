@@ -21,19 +21,13 @@ from digenrl.launchers.ending import report_end
 from digenrl.report.page import plots
 from digenrl.report.read_run import read_run
 from tests.report.synthetic import write_run
-from tests.training import PATIENCE_S, SMALL, Train, commands
+from tests.training import PATIENCE_S, SMALL, Train
 
 pytestmark = pytest.mark.processes
 
 RUN = (*SMALL, "schedule=gap", "allocation.trainers=1", "allocation.rollouts=1")
 AT_ONCE = "callbacks.checkpoint.retry_s=0"
 """A last checkpoint that fails is not tried again."""
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Any]:
-    """Starts train commands, and leaves none behind."""
-    yield from commands(tmp_path)
 
 
 @pytest.fixture

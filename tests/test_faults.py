@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.training import SMALL, assert_failed, commands, fault, watch
+from tests.training import SMALL, assert_failed, fault, watch
 
 pytestmark = [pytest.mark.processes, pytest.mark.alone]
 
@@ -38,12 +38,6 @@ RANK = {
     "stop": "stopped responding",
     "raise": "raised InjectedError: injected fault",
 }
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Any]:
-    """Starts train commands, and leaves none behind."""
-    yield from commands(tmp_path)
 
 
 def some(*chosen: tuple[object, ...], of: list[tuple[Any, ...]]) -> list[Any]:

@@ -3,15 +3,13 @@ dead."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.strategy.processes import TINY
 from tests.test_faults import APART
-from tests.training import GONE_WITHIN_S, assert_failed, commands, fault, watch
+from tests.training import GONE_WITHIN_S, assert_failed, fault, watch
 
 pytestmark = [pytest.mark.processes, pytest.mark.alone]
 
@@ -26,12 +24,6 @@ EVALUATION = (
     "callbacks.evaluation.max_prompts=6",
     "allocation.evaluation=trainers",
 )
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Any]:
-    """Starts train commands, and leaves none behind."""
-    yield from commands(tmp_path)
 
 
 @pytest.mark.slow  # the watch itself: tests/cluster/test_watch.py

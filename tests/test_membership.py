@@ -8,7 +8,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,6 @@ WORDS = (
 )
 LONG = ("sampling.steps=20",)
 """Some seconds, so that processes can come and go in between."""
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Any]:
-    """Starts commands, and leaves none behind."""
-    yield from commands(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,10 @@ import pytest
 from digenrl.cluster.restarts import Restarts
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.conftest import ROOT
-from tests.training import SMALL, Train, commands, fault, state_of
+from tests.training import SMALL, Train, fault, state_of
 
 KEPT = ("env", "RUN=outputs/kept/run", str(ROOT / "scripts" / "keep.sh"))
 AGAIN = (*SMALL, "allocation.max_restarts=2", "allocation.restart_pause_s=0.1")
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Any]:
-    """Starts train commands, and leaves none behind."""
-    yield from commands(tmp_path)
 
 
 def weights(train: Train) -> bytes:

@@ -16,17 +16,11 @@ from omegaconf import OmegaConf
 
 from digenrl.strategy import checkpoint_io
 from digenrl.strategy.checkpoint_io import MANIFEST
-from tests.training import SMALL, Train, commands
+from tests.training import SMALL, commands
 
 pytestmark = pytest.mark.processes
 
 CANARY = "canary-81ac5507"
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Callable[..., Train]]:
-    """Starts train commands, and leaves none behind."""
-    yield from commands(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pty
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,11 @@ from digenrl.cluster.timers import BEAT_EVERY_S
 from digenrl.config import EXIT_CODE
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.storm import STOPS, storm
-from tests.training import PATIENCE_S, SMALL, Train, commands, fault, state_of
+from tests.training import PATIENCE_S, SMALL, Train, fault, state_of
 
 pytestmark = pytest.mark.processes
 
 ENDLESS = (*SMALL, "max_rl_steps=1000", "callbacks.checkpoint.every=1000")
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Any]:
-    """Starts train commands, and leaves none behind."""
-    yield from commands(tmp_path)
 
 
 def wait_until(reached: Callable[[], object], train: Train) -> None:

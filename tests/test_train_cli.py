@@ -4,7 +4,6 @@ it fails."""
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,9 @@ import pytest
 
 from digenrl.cluster.launcher import EXIT_STOPPED
 from tests.conftest import ROOT
-from tests.training import SMALL, assert_failed, commands, fault
+from tests.training import SMALL, assert_failed, fault
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Any]:
-    """Starts train commands, and leaves none behind."""
-    yield from commands(tmp_path)
 
 
 def test_a_run_leaves_its_files_and_ends_with_its_directory(running: Any, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from digenrl.strategy.checkpoint_io import (
     verify_checkpoint,
 )
 from tests.strategy.test_checkpoint_io import content
-from tests.training import SMALL, Train, commands
+from tests.training import SMALL, Train
 
 
 @pytest.fixture
@@ -133,11 +133,6 @@ def test_a_checkpoint_under_another_name_is_refused(tmp_path: Path) -> None:
         newest_valid(folder)
     (folder / "step-000009").rename(folder / ".old-step-000002")
     assert newest_valid(folder).name == ".old-step-000002"
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Callable[..., Train]]:
-    yield from commands(tmp_path)
 
 
 @pytest.mark.heavy

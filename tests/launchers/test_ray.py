@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -26,18 +25,12 @@ from digenrl.launchers.on_ray import (
     driver_host,
     inherited_variables,
 )
-from tests.training import SMALL, Train, commands
+from tests.training import SMALL, Train
 
 pytestmark = pytest.mark.processes
 
 LOCAL = (*SMALL, "max_rl_steps=3", "allocation.rollouts=2")
 RAY = ("launch=ray", "ray.resources={local:{CPU:0.1}}")
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Any]:
-    """Starts train commands, and leaves none behind."""
-    yield from commands(tmp_path)
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ from digenrl.prompt_encoding import fill_prompt_store, store_conditioning
 from digenrl.types import Prompt
 from tests.changed import but
 from tests.models.tiny_policies import NEGATIVE, make
-from tests.training import commands
 
 TEXTS = [Wording(f"number {n}") for n in range(12)]
 CPU = torch.device("cpu")
@@ -267,12 +266,6 @@ def test_the_store_holds_what_the_evaluations_guidance_needs(
     filled = fill_prompt_store(config, policy, PromptData(config.data, 0))
     assert filled is not None
     assert (filled.texts, filled.encoded, policy.two_forwards) == (texts, texts, False)
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Any]:
-    """Starts train commands, and leaves none behind."""
-    yield from commands(tmp_path)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import pytest
 
 from digenrl.record import run_lock
 from digenrl.record.run_lock import HOLDER, RunIsHeld, hold_run, release_run, say_holder
-from tests.training import SMALL, Train, commands
+from tests.training import SMALL, Train
 
 HOLDS = (
     "import os, sys, time, pathlib; from digenrl.record import run_lock; run = pathlib.Path(sys.argv[1]); "
@@ -112,11 +112,6 @@ def test_a_file_system_without_locks_refuses_nobody(
     monkeypatch.setattr("fcntl.flock", no_locks)
     hold_run(tmp_path)
     release_run(tmp_path)
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Callable[..., Train]]:
-    yield from commands(tmp_path)
 
 
 @pytest.mark.heavy

@@ -3,7 +3,6 @@ nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from digenrl.advisor import PlainAdvisor
 from digenrl.cluster.world import World
 from digenrl.settle import trainers_must_evaluate, with_allocation
 from tests.strategy.processes import TINY, Cluster, Job, completed, run_cluster, run_series
-from tests.training import Train, commands, fault, watch
+from tests.training import Train, fault, watch
 
 EVALUATION = (
     *(word for word in TINY if word != "~callbacks.evaluation"),
@@ -132,12 +131,6 @@ def test_what_rollouts_cannot_evaluate_is_said_and_refused(
 
 
 # ---- real commands
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Any]:
-    """Starts train commands, and leaves none behind."""
-    yield from commands(tmp_path)
 
 
 def ended(train: Train) -> Train:

@@ -4,7 +4,6 @@ and what waits, equal weights, resumed runs, and a run by the launcher."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,6 @@ from digenrl.strategy.gradients import average_grads, scale_grads
 from tests.strategy.processes import FULL, completed, configured, relative, run_cluster
 from tests.strategy.test_gradients import group
 from tests.strategy.test_sharded_checkpoints import as_ranks
-from tests.training import commands
 
 __all__ = ["group"]
 SHAPES = {"a": (7, 3), "b": (5,), "expert": (2, 2)}
@@ -304,12 +302,6 @@ def test_shards_in_several_places_are_refused_and_in_one_place_are_whole() -> No
     assert (near.parallel.compress, near.parallel.sharding) == ("off", "fsdp")
     with pytest.raises(ValueError, match=r"compress = 0\.025 with parallel\.sharding = fsdp"):
         with_allocation(config.load([*APART, *words]), 2, 1, PlainAdvisor())
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Any]:
-    """Starts train commands, and leaves none behind."""
-    yield from commands(tmp_path)
 
 
 @pytest.mark.processes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from digenrl.config import load
 from tests.models.test_lora_files import LORA, as_peft
 from tests.models.tiny_policies import randomise_lora
 from tests.strategy.processes import TINY
-from tests.training import SMALL, Train, commands
+from tests.training import SMALL, Train
 
 pytestmark = pytest.mark.processes
 
@@ -28,12 +27,6 @@ def adapter(tmp_path_factory: Any) -> Path:
     assert (policy.adapter.lora.rank, policy.adapter.lora.alpha) == (LORA["rank"], LORA["alpha"])
     randomise_lora(policy, std=0.1)
     return as_peft(policy, tmp_path_factory.mktemp("adapter"))
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Callable[..., Train]]:
-    """Starts train commands, and leaves none behind."""
-    yield from commands(tmp_path)
 
 
 def finished(train: Train) -> Train:

@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +28,7 @@ from digenrl.transport.broadcast import Audience, BroadcastLink
 from digenrl.transport.link import Routes, SocketLink
 from digenrl.transport.weights import Arrivals, Version, plan_buckets, publish
 from digenrl.transport.wire import Message
-from tests.training import SMALL, Train, commands, fault, watch
+from tests.training import SMALL, Train, fault, watch
 
 pytestmark = pytest.mark.processes
 HOST, OURS = "127.0.0.1", Handshake("secret", seconds=2.0, waiting=8)
@@ -159,12 +158,6 @@ def test_a_version_that_lost_a_member_half_way_arrives_whole_as_streams(
 TAKEN = "digenrl.transport.broadcast.BroadcastLink._receive_bucket"
 """A fault's point: a rollout takes a bucket."""
 APART = (*SMALL, "allocation.trainers=1", "allocation.rollouts=2", "max_rl_steps=5")
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Any]:
-    """Starts train commands, and leaves none behind."""
-    yield from commands(tmp_path)
 
 
 def learned(train: Train) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@ that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from benchmarks.mixture_study import STEPS, Loop, divergence_of_points, grown, s
 from digenrl.extensions.tasks.mixture import MixtureFlow, MixturePolicy
 from digenrl.types import Prompt, TrainBatch
 from reward_models.mixture import Coordinate, LogLikelihood
-from tests.training import commands
 
 SETTINGS = yaml.safe_load((Path(__file__).parents[3] / "configs/model/mixture.yaml").read_text())
 MIXTURE = {name: SETTINGS[name] for name in ("means", "weights", "deviation")}
@@ -149,12 +147,6 @@ def test_two_trainers_of_the_study_have_the_gradient_of_one() -> None:
         loop.module.training_step(made, 0).backward()
         found.append(torch.cat([p.grad.flatten().clone() for p in parameters.values()]))
     torch.testing.assert_close((found[1] + found[2]) / 2, found[0])
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Any]:
-    """Starts train commands, and leaves none behind."""
-    yield from commands(tmp_path)
 
 
 @pytest.mark.slow
