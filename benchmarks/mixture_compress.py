@@ -30,12 +30,13 @@ from torch import Tensor
 from benchmarks._shared import RESULTS, Report, options
 from benchmarks.mixture_study import (
     ALGORITHMS,
-    RUNS,
     Batch,
     Loop,
     Setting,
+    add_to_record,
     identity,
     judge,
+    recorded,
 )
 from benchmarks.mixture_tables import of, shown
 from digenrl.extensions.planner.links import gradient_bytes
@@ -136,8 +137,7 @@ def row_of(setting: Setting, seed: int, steps: int) -> dict[str, Any]:
 
 def rows_of(shares: Sequence[float], seeds: int, steps: int, keep: bool) -> list[dict[str, Any]]:
     """Facts of every run, from the record or made now; `keep` adds these to the record."""
-    known = [json.loads(line) for line in RUNS.read_text().splitlines()] if RUNS.exists() else []
-    rows = []
+    known, rows = recorded(), []
     for seed in range(1, seeds + 1):
         for share in shares:
             words = ALGORITHMS["flowgrpo"][0]
@@ -147,8 +147,7 @@ def rows_of(shares: Sequence[float], seeds: int, steps: int, keep: bool) -> list
             if row is None:
                 row = own | row_of(setting, seed, steps)
                 if keep:
-                    with RUNS.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+                    add_to_record(row)
             print(
                 f"share {share:<6g} seed {seed}  {row['bytes']:.0f} bytes  KL {row['kl']:.3f}  "
                 f"score {row['score']:.3f}  {row['cpu_s']:.1f} s",

@@ -645,14 +645,24 @@ def identity(setting: Setting, seed: int, steps: int) -> dict[str, Any]:
     return facts | {"seed": seed, "steps": steps}
 
 
+def recorded() -> list[dict[str, Any]]:
+    """The lines of the record."""
+    return [json.loads(line) for line in RUNS.read_text().splitlines()] if RUNS.exists() else []
+
+
+def add_to_record(row: dict[str, Any]) -> None:
+    """Write a run's line."""
+    RUNS.parent.mkdir(parents=True, exist_ok=True)
+    with RUNS.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
 def made(
     wanted: Iterable[tuple[Setting, int]], steps: int, minutes: float, keep: bool = True
 ) -> list[dict[str, Any]]:
     """The lines of the wanted runs: those of the record, and those that fit into `minutes`, which
     `keep` adds to it."""
-    known = [json.loads(line) for line in RUNS.read_text().splitlines()] if RUNS.exists() else []
-    rows, ends = [], time.monotonic() + 60 * minutes
-    RUNS.parent.mkdir(parents=True, exist_ok=True)
+    known, rows, ends = recorded(), [], time.monotonic() + 60 * minutes
     for setting, seed in wanted:
         own = identity(setting, seed, steps)
         row = next((old for old in known if own.items() <= old.items()), None)
@@ -664,8 +674,7 @@ def made(
             row = own | asdict(judging.measured(loop.policy))
             row |= {"clip_fraction": float(clipped), "cpu_s": round(time.process_time() - began, 3)}
             if keep:
-                with RUNS.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                add_to_record(row)
             print(
                 f"{setting.study:<9} {setting.name:<14} {setting.value:<6g} {setting.base:<12} "
                 f"{'stale' if setting.stale else '':<6} seed {seed}  KL {row['kl']:.3f}  "
