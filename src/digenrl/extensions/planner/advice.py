@@ -13,7 +13,7 @@ from digenrl.config import Composed
 from digenrl.config.settings import Settings
 from digenrl.extensions.planner.bound import step_bound
 from digenrl.extensions.planner.candidate import Candidate
-from digenrl.extensions.planner.costing import Costing, crosses_whole, travelling_share
+from digenrl.extensions.planner.costing import Costing, crosses_whole, only_replicas
 from digenrl.extensions.planner.emulate import stand_ins
 from digenrl.extensions.planner.evaluation import trainers_evaluate
 from digenrl.extensions.planner.floor import training_floor
@@ -273,8 +273,7 @@ def _fitting_shardings(
     if candidate.trainers % candidate.spec.context or crosses_whole(costing, candidate):
         return []
     shardings = [candidate.sharding]
-    replicas = candidate.trainers == 1 or travelling_share(costing, candidate) is not None
-    if settings.parallel.sharding == AUTO and not replicas:
+    if settings.parallel.sharding == AUTO and not only_replicas(costing, candidate):
         group = shard_group(settings, candidate.trainers)
         shardings = ["ddp", *(["hsdp"] if 1 < group < candidate.trainers else []), "fsdp"]
     ways = []

@@ -36,13 +36,7 @@ from digenrl.extensions.planner.memory import (
 from digenrl.extensions.planner.placement import Placement, place_split
 from digenrl.extensions.planner.virtual_cluster import Cluster, VirtualRank
 from digenrl.extensions.planner.workload import BASE_BYTES, Workload
-from digenrl.hardware import (
-    Hardware,
-    Pool,
-    gradient_share,
-    shard_group,
-    trainers_line,
-)
+from digenrl.hardware import Hardware, Pool, gradient_share, shard_group, trainers_line
 from digenrl.recompute import ALL, INPUTS, MODES, Recompute
 from digenrl.schedule import ScheduleSpec
 
@@ -403,6 +397,12 @@ def travelling_share(costing: Costing, candidate: Candidate) -> float | None:
     `auto` finds no line between trainers."""
     ranks = costing.place_ranks(candidate).ranks
     return gradient_share(costing.work.gradient_share, costing.hardware, ranks)
+
+
+def only_replicas(costing: Costing, candidate: Candidate) -> bool:
+    """Return whether nothing but replicas (ddp) is possible: a single trainer has nobody to share
+    weights with, and shards do not exchange the largest values of gradients."""
+    return candidate.trainers == 1 or travelling_share(costing, candidate) is not None
 
 
 def _blocks_at_once(candidate: Candidate, pool: Pool, placement: Placement) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from digenrl.config.relations import saves_bytes
 from digenrl.extensions.planner.bound import seconds_per_unit, step_bound, work_units
 from digenrl.extensions.planner.candidate import Candidate
-from digenrl.extensions.planner.costing import Costing, crosses_whole, travelling_share
+from digenrl.extensions.planner.costing import Costing, crosses_whole, only_replicas
 
 PROMISING = (1, 2)
 """Disaggregated candidates to simulate of each kind, the lowest floors first: (on-policy,
@@ -257,10 +257,10 @@ def _sharding_candidates(costing: Costing, base: Candidate) -> Iterator[Candidat
     Trainers share the tokens of a sample (context above 1) only if nothing else fits, or if there
     are fewer samples than GPUs.
     """
+    shardings = ("ddp",) if only_replicas(costing, base) else ("ddp", "hsdp", "fsdp")
     for context in (1, *context_sizes(costing, base)):
         fastest = math.inf
-        replicas = base.trainers == 1 or travelling_share(costing, base) is not None
-        for sharding in ("ddp",) if replicas else ("ddp", "hsdp", "fsdp"):
+        for sharding in shardings:
             trial = base.with_changes(sharding=sharding, context=context)
             if costing.least_cell_seconds(trial) >= 0.995 * fastest:
                 continue
