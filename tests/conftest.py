@@ -148,7 +148,7 @@ def searched_once(open_files: dict[str, int]) -> None:
     """What files of tests leave behind is searched once, too: before the next file, because at its
     end pytest still holds what its last test was given. All of it is searched, which takes two
     seconds, where it keeps more than 50 files open, and 10 more than the last such search could
-    close: tests of limits and of ranks would inherit them."""
+    close: forked ranks would inherit them."""
     process = psutil.Process()
     searches_all = process.num_fds() > open_files["most"]
     if searches_all:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import pty
-import resource
 import signal
 import time
 from collections.abc import Callable
@@ -173,9 +172,8 @@ def test_under_nohup_a_closed_terminal_changes_nothing(running: Any) -> None:
 
 
 def test_too_few_open_files_are_refused_with_the_number_that_is_needed(running: Any) -> None:
-    train = running(*SMALL, fork=True)
-    resource.prlimit(train.pid, resource.RLIMIT_NOFILE, (80, 80))
-    assert train.finish() == EXIT_CODE
+    train = running(*SMALL, wrapper=["sh", "-c", 'ulimit -n 80; exec "$@"', "sh"])
+    assert train.finish() == EXIT_CODE, train.stderr
     assert "need 88 open files in a process, and this machine allows 80" in train.stderr
     assert "ulimit -n 88" in train.stderr
     assert not (train.root / "outputs").exists()
