@@ -129,6 +129,14 @@ def test_a_model_that_cannot_be_built_is_refused_before_any_rank_starts(
         (("algorithm.optimizer.eps=-1",), r"eps=-1.*Invalid epsilon"),
         (("callbacks.checkpoint.every=-2",), r"callbacks\.checkpoint\.every"),
         (("callbacks.evaluation.samples_per_prompt=0",), r"samples_per_prompt must be >= 1"),
+        (
+            ("model.lora=null", "algorithm.kl_weight=0.01"),
+            r"kl_weight = 0\.01 with model\.lora = null and .* set model\.keep_reference=true",
+        ),
+        *(
+            ((f"experiment=digits_{name}", "model.lora=null"), r"with model\.lora = null and model\.keep_r")
+            for name in ("dpo", "dgpo")
+        ),
     ],
 )
 def test_an_algorithm_that_cannot_train_is_refused_before_any_rank_starts(
@@ -137,6 +145,12 @@ def test_an_algorithm_that_cannot_train_is_refused_before_any_rank_starts(
     composed = configuration.load(["experiment=digits_flowgrpo", *words])
     with pytest.raises(ValueError, match=message):
         parts.check_parts(composed.settings)
+
+
+@pytest.mark.parametrize("word", ["algorithm.kl_weight=0", "model.keep_reference=true"])
+def test_all_weights_are_trained_without_kl_or_beside_a_copy(word: str) -> None:
+    words = ["experiment=digits_flowgrpo", "model.lora=null", "algorithm.kl_weight=0.01", word]
+    parts.check_parts(configuration.load(words).settings)
 
 
 def test_warnings_of_the_first_rank_become_events(tmp_path: Path) -> None:

@@ -265,6 +265,7 @@ def check_parts(settings: Settings) -> None:
             "digenrl.strategy.disaggregated.DisaggregatedStrategy; derive it from that class and "
             "override its hooks."
         )
+    _check_base(settings, algorithm)
     settings.build("algorithm.advantage")
     if not settings.hardware.emulate:
         evaluated = list(evaluation_prompts(settings))
@@ -286,6 +287,22 @@ def check_parts(settings: Settings) -> None:
             raise ValueError("\n".join(problems))
     if settings.algorithm.get("surrogate") is not None:
         check_kernel(settings.build("algorithm.sde"), settings.build("algorithm.surrogate"))
+
+
+def _check_base(settings: Settings, algorithm: object) -> None:
+    """Raise ValueError for a loss that needs the base model where all weights are trained and no
+    copy is kept. Only `keep_reference=false` says so: a user's own policy may have another way."""
+    weight = settings.algorithm.kl_weight
+    if not (weight or getattr(algorithm, "compares_with_base", False)):
+        return
+    if settings.model.lora is None and settings.model.get("keep_reference") is False:
+        asks = f"algorithm.kl_weight = {weight:g}" if weight else settings.algorithm.target
+        raise ValueError(
+            f"{asks} with model.lora = null and model.keep_reference = false: the loss compares "
+            "with the base model, which is trained away; set model.keep_reference=true (a second "
+            "copy of the weights in each trainer), train an adapter (model.lora), or set "
+            "algorithm.kl_weight=0 where the method allows it."
+        )
 
 
 def _check_sound(settings: Settings, model: type[Policy]) -> None:

@@ -68,6 +68,8 @@ class PolicyModule(pl.LightningModule):
     """Whether rewards decide what is learnt, so that a group of equal ones teaches nothing."""
     splits_parts: ClassVar[bool] = False
     """Whether the loss takes an advantage for each of `parts` (`by_part`)."""
+    compares_with_base: ClassVar[bool] = False
+    """Whether the loss runs the base model always. Other losses run it where `kl_weight` > 0."""
 
     def __init__(
         self,

@@ -33,6 +33,8 @@ class DGPO(WithOldPolicy):
     the side to which A pushes has no gradient.
     """
 
+    compares_with_base = True
+
     def __init__(
         self,
         policy: Policy,

@@ -34,6 +34,7 @@ class DPO(PolicyModule):
     """
 
     needs_final = True
+    compares_with_base = True
 
     def __init__(
         self,
