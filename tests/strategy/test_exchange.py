@@ -172,6 +172,34 @@ def test_what_waits_is_written_by_each_and_read_by_as_many_or_others(tmp_path: P
         as_ranks(ranks, lambda rank, ranks=ranks: read(ranks, rank), tmp_path)  # type: ignore[misc]
 
 
+@pytest.mark.processes
+def test_without_a_share_what_waited_travels_once_with_all_values(tmp_path: Path) -> None:
+    """A run that compressed goes on with every value, also with one trainer."""
+
+    def train(ranks: int, rank: int) -> None:
+        made, waiting = GradientExchange(None, ranks), with_gradients(drawn(5, rank))
+        made._unsent = {name: p.grad for name, p in waiting.items() if p.grad is not None}
+        given = sum(gathered(flat(made._unsent), ranks)) / ranks
+        for step in (2, 4, 6):
+            own, dense = with_gradients(drawn(step, rank)), with_gradients(drawn(step, rank))
+            GradientExchange(None, ranks).average(dense, 0.5)
+            if step == 2:
+                own["a"].grad[0, 0] = math.nan
+            made.average(own, 0.5)
+            assert made.facts.get("gradient_share") == (None if step == 6 else 1.0)
+            if step > 2:
+                found, expected = (
+                    flat({name: p.grad for name, p in each.items()}) for each in (own, dense)
+                )
+                torch.testing.assert_close(found, expected + given * (step == 4))
+                assert made.checkpoint_entry() == {}
+        assert made.checkpoint_entry(before=True) == {}
+
+    for ranks in (1, 2):
+        (tmp_path / f"store-{ranks}").unlink(missing_ok=True)
+        as_ranks(ranks, lambda rank, ranks=ranks: train(ranks, rank), tmp_path)  # type: ignore[misc]
+
+
 def test_more_values_than_places_reach_are_refused(
     group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

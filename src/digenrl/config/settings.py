@@ -602,7 +602,8 @@ class ScorerSettings(Whole):
 
 
 _RESUMABLE = """
-max_rl_steps algorithm.optimizer.lr allocation launch ray network limits parallel.shard_group record
+max_rl_steps algorithm.optimizer.lr allocation launch ray network limits record
+parallel.shard_group parallel.compress
 schedule.gap schedule.claims schedule.tsp schedule.tag schedule.shares schedule.skip_zero
 sampling.task_size data.prompts data.heldout data.prompt_store model.path
 model.gradient_checkpointing reward.call_s reward.placement reward.start_s reward.urls
@@ -611,8 +612,9 @@ hardware.pools hardware.efficiency hardware.seconds logger callbacks allow_targe
 """
 RESUMABLE: tuple[str, ...] = tuple(_RESUMABLE.split())
 """Keys and groups that may change when a run is resumed. They decide about time, memory and places,
-about what watches the run, and where it ends. The learning rate may change too. Every other key is
-part of what the checkpoint was trained with, and keeps its value."""
+about what watches the run, and where it ends. The learning rate may change too, and how much of the
+gradients travels. Every other key is part of what the checkpoint was trained with, and keeps its
+value."""
 
 
 _DERIVED = Path(__file__).with_name("derived_trainer_keys.yaml")

@@ -3,8 +3,7 @@ feedback (`parallel.compress`).
 
 A trainer adds its gradient to what it has not sent yet. It sends the largest values of this sum and
 keeps the others for the next update (Stich et al., arXiv 1809.07599). A low rank (PowerSGD) would
-save less: matrices of an adapter have one already. torch's hooks need the buckets of DDP, in which
-trainers are not wrapped.
+save less: matrices of an adapter have one already. torch's hooks need the buckets of DDP.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ class GradientExchange:
 
     Args:
         share: part of the gradient's values that a trainer sends; None: all, in one all-reduce.
+            Its first update also sends what a checkpoint kept, where there is a gradient.
         trainers: number of replicas.
     """
 
@@ -52,7 +52,8 @@ class GradientExchange:
 
         Raises ValueError if more than `MOST_VALUES` values are trained.
         """
-        if self._share is None:
+        self._unsent_before, self.facts = self._unsent, {}
+        if (share := self._share or (1.0 if self._unsent else None)) is None:
             gradients.average_grads(parameters.values(), self._trainers)
             gradients.scale_grads(parameters.values(), scale)
             return
@@ -61,7 +62,7 @@ class GradientExchange:
         sizes = torch.tensor([p.numel() for p in members], device=here.device)
         if (length := int(sizes.sum())) > MOST_VALUES:
             raise ValueError(
-                f"parallel.compress = {self._share:g}: {length} values are trained, at most "
+                f"parallel.compress = {share:g}: {length} values are trained, at most "
                 f"{MOST_VALUES} can be; train an adapter (model.lora), or set it to off."
             )
         # Other unsent values wait: no optimizer may touch what has a gradient nowhere.
@@ -69,13 +70,12 @@ class GradientExchange:
         pending = self._add_unsent(parameters, scale)  # [N] fp32
         # NaN counts as the largest.
         magnitudes = pending.abs() * offered
-        places = magnitudes.topk(math.ceil(self._share * length), sorted=False).indices  # [k]
+        places = magnitudes.topk(math.ceil(share * length), sorted=False).indices  # [k]
         sent = torch.where(offered[places], pending[places], 0.0)
         total, held = self._sum_sent(length, places.int(), sent, here)
-        self._unsent_before = self._unsent
         if bool(total.isfinite().all()):
             pending[places] -= sent
-            self._unsent = _by_name(parameters, pending)
+            self._unsent = _by_name(parameters, pending) if self._share else {}
         pieces = _by_name(parameters, total / self._trainers).values()
         for trainers, parameter, piece in zip(held.tolist(), members, pieces, strict=True):
             if trainers:
