@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import struct
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from digenrl.transport.wire import (
     MessageKind,
     WireError,
     decode,
+    empty_bytes,
     encode,
     tensor_bytes,
 )
@@ -237,3 +240,29 @@ def test_weights_alone_are_digested_piece_by_piece_and_pinned_for_a_device(
         monkeypatch.setattr(wire.accelerator, "device_kind", lambda device=device: device)
         decode(reader(b"".join(encode(Message(kind, {}, {"x": torch.ones(1)})))), 1 << 20)
     assert pinned == [True, False, False]
+
+
+def flags_at(address: int) -> set[str]:
+    """The kernel's flags of this process's mapping that holds `address`."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        words = line.split()
+        if re.fullmatch(r"[0-9a-f]+-[0-9a-f]+", words[0]):
+            first, last = (int(word, 16) for word in words[0].split("-"))
+            inside = first <= address < last
+        elif inside and words[0] == "VmFlags:":
+            return set(words[1:])
+    raise AssertionError(f"no mapping has {address:x}")
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="no kernel with large pages"
+)
+def test_what_is_mapped_anew_asks_for_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_MAPPED", 4 << 20)
+    sent = Message(MessageKind.WEIGHTS, {}, {"a": torch.arange(1 << 20), "b": torch.ones(3)})
+    arrived = decode(reader(written(sent)), 1 << 30)
+    assert all(torch.equal(arrived.tensors[name], value) for name, value in sent.tensors.items())
+    large, small = (flags_at(arrived.tensors[name].data_ptr()) for name in ("a", "b"))
+    assert ("hg" in large, "hg" in small) == (True, False)
+    assert "hg" in flags_at(empty_bytes(4 << 20, pin=False).data_ptr())

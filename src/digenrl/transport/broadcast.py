@@ -44,7 +44,7 @@ from digenrl.cluster.world import Session, World
 from digenrl.record.run_dir import append_event
 from digenrl.transport.link import RELAY, Routes, SocketLink, socket_link
 from digenrl.transport.weights import is_bucket
-from digenrl.transport.wire import Message, MessageKind, tensor_bytes
+from digenrl.transport.wire import Message, MessageKind, empty_bytes, tensor_bytes
 
 _SHARED = "broadcast"
 """Key of a message's meta: number of bytes that follow by broadcast; null = the message itself
@@ -285,7 +285,7 @@ class BroadcastLink(SocketLink):
     def _receive_bucket(self, message: Message) -> Message:
         """Return the message with the bytes that the broadcast brings. Raises _Over."""
         staging, hasher = self._stream is not None, xxhash.xxh3_64()
-        data = torch.empty(message.meta[_SHARED], dtype=torch.uint8, pin_memory=staging)
+        data = empty_bytes(message.meta[_SHARED], staging)
         for piece in data.split(_PIECE_BYTES):
             staged = torch.empty_like(piece, device=self._audience.device) if staging else piece
             self._broadcast_piece(staged)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from digenrl.transport.wire import tensor_bytes
+from digenrl.transport.wire import empty_bytes, tensor_bytes
 
 _LEVEL = 1
 
@@ -52,7 +52,7 @@ def apply_difference(payload: Tensor, facts: dict[str, int], base: Tensor) -> Te
     changes = _inflate_bytes(raw[facts["where"] :], 2 * facts["moved"])
     moved = np.unpackbits(where, count=count).astype(bool)
     # Pinned as the base is: the bytes are on their way to the device.
-    data = torch.empty(len(base), dtype=torch.uint8, pin_memory=base.is_pinned()).copy_(base)
+    data = empty_bytes(len(base), base.is_pinned()).copy_(base)
     _as_words(data)[moved] ^= np.ascontiguousarray(changes.reshape(2, -1).T).view(np.uint16)[:, 0]
     return data
 

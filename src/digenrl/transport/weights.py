@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from digenrl import accelerator
 from digenrl.transport.link import Link, Routes
-from digenrl.transport.wire import Message, MessageKind, tensor_bytes
+from digenrl.transport.wire import Message, MessageKind, empty_bytes, tensor_bytes
 
 _BUCKET_BYTES = 4 << 20
 _MOST_BUCKETS = 128
@@ -84,7 +84,7 @@ class Bucket:
         """
         pin = any(accelerator.is_own(parameters[name].device) for name in self.starts)
         # A new buffer for each version: the link may still be sending the last one.
-        data = torch.empty(self.size, dtype=torch.uint8, pin_memory=pin)
+        data = empty_bytes(self.size, pin)
         for name, view in self.tensor_views(data, like).items():
             # Cast where the weights are: a copy that also casts goes through pageable memory and
             # one thread of the host.

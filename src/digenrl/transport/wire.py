@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -43,6 +45,8 @@ DTYPES: tuple[torch.dtype, ...] = (
 )
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _PIECE = 1 << 20  # bytes that are read and hashed while they are in the cache
+_MAPPED = 32 << 20
+"""Bytes from which glibc maps memory anew each time (`cluster.launcher.keep_memory`)."""
 MAX_META_BYTES = 16 << 20
 MAX_TENSORS = 4096
 
@@ -81,6 +85,20 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def empty_bytes(size: int, pin: bool) -> Tensor:
+    """Return [size] uint8 in CPU memory, whose values are not set.
+
+    What is mapped anew is filled several times as fast in large pages, where the system grants them
+    (/sys/kernel/mm/transparent_hugepage/enabled: always or madvise).
+    """
+    if pin or size < _MAPPED or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 Buffers = list[memoryview]
@@ -176,8 +194,8 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
     # Pinned, because weights go on to the device.
     pin = kind == MessageKind.WEIGHTS and accelerator.device_kind() != "cpu"
     for name, (dtype, shape) in zip(names, layout, strict=True):
-        tensors[name] = torch.empty(shape, dtype=dtype, pin_memory=pin)
-        raw = tensor_bytes(tensors[name])
+        room = empty_bytes(math.prod(shape) * dtype.itemsize, pin)
+        tensors[name], raw = room.view(dtype).view(shape), tensor_bytes(room)
         piece = _PIECE if hasher is not None else max(1, len(raw))
         for start in range(0, len(raw), piece):
             read(raw[start : start + piece])
