@@ -3,8 +3,10 @@ process's own, so the shares are seen."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +23,7 @@ from digenrl.strategy.shard import mixed_precision
 from digenrl.strategy.stop_vote import Agreement
 from digenrl.transport.weights import WeightsError
 from tests.cluster.test_claims import Store
+from tests.strategy.test_sharded_checkpoints import as_ranks
 
 
 @pytest.fixture
@@ -75,7 +78,7 @@ def test_replicas_take_the_weights_of_the_first(group: None) -> None:
     assert all(torch.equal(each, other) for each, other in zip(own, parameters(), strict=True))
 
 
-def test_gradients_and_weights_of_two_trainers_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_two_trainers_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other trainer has a gradient of the second parameter, where this one has none."""
     found, wanted = parameters(), parameters()
 
@@ -87,18 +90,36 @@ def test_gradients_and_weights_of_two_trainers_meet(monkeypatch: pytest.MonkeyPa
     for own, other in zip(found, wanted, strict=True):
         before = torch.zeros_like(other) if other.grad is None else other.grad
         assert torch.equal(own.grad, (before + 1.0) / 2)
-    asked: list[int] = []
 
-    def given(weights: Tensor, source: int) -> None:
-        asked.append(source)
-        weights.fill_(7.0)
 
-    monkeypatch.setattr(dist, "broadcast", given)
-    gradients.follow_first(found, 1)
-    assert asked == []
-    gradients.follow_first(found, 2)
-    assert asked == [0] * 4
-    assert all((each == 7.0).all() for each in found)
+@pytest.mark.processes
+def test_replicas_take_what_differs_from_the_first(tmp_path: Path) -> None:
+    """A last bit, steps of which one undoes the other, a sign of zero. What is
+    equal does not travel, NaN included."""
+
+    def level(rank: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        first = [torch.randn(size, generator=generator) for size in (7, 40, 3, 5, 4)]
+        first = [*first, first[0].bfloat16(), torch.full((2,), math.nan), torch.randn(0)]
+        own = [each.clone() for each in first]
+        if rank == 2:  # of three: only one of the others differs
+            own[1].view(torch.int32)[5] += 1
+            own[2].view(torch.int32)[:2] += torch.tensor([1, -1], dtype=torch.int32)
+            own[5].view(torch.int16)[1] += 1
+        first[3][2], own[3][2] = 0.0, 0.0 if rank == 0 else -0.0
+        travelled, broadcast = list[int](), dist.broadcast
+
+        def counted(tensor: Tensor, **where: Any) -> None:
+            travelled.append(tensor.numel())
+            broadcast(tensor, **where)
+
+        dist.broadcast = counted  # type: ignore[assignment]
+        gradients.follow_first(own, 3)
+        assert travelled == [len(own), 40, 3, 5, 7]
+        for each, expected in zip(own, first, strict=True):
+            assert torch.equal(each.view(torch.uint8), expected.view(torch.uint8))
+
+    as_ranks(3, level, tmp_path)
 
 
 @pytest.mark.parametrize(("backend", "device"), [("cpu:gloo,meta:nccl", "meta"), ("gloo", "cpu")])

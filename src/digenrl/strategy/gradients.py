@@ -15,6 +15,10 @@ from digenrl import accelerator
 from digenrl.strategy.shard import REPLICATE
 from digenrl.transport.weights import WeightsError
 
+_ODD = 0x2545F4914F6CDD1D
+"""Multiplier of `_sum_of_bits`, of xorshift64* (Vigna, arXiv 1402.6246)."""
+_PIECE = 1 << 24
+"""Values whose bits are summed at once."""
 _BACKEND = re.compile(r"gloo|NCCL|ncclSystemError|Connection (reset|closed) by peer")
 
 
@@ -66,15 +70,36 @@ def scale_grads(parameters: Iterable[Tensor], factor: float) -> None:
 
 @torch.no_grad()
 def follow_first(tensors: Iterable[Tensor], trainers: int) -> None:
-    """Give every replica the values of the first one: the same update differs in a last bit on
-    another kind of GPU. Of a sharded tensor, each rank takes the part of the first copy's rank that
-    holds the same part."""
+    """Give every replica the values of the first one, where they differ: the same update can differ
+    in a last bit on another kind of GPU. Of a sharded tensor, each rank takes the part of the first
+    copy's rank that holds the same part. Equal tensors do not travel."""
+    by_group: dict[dist.ProcessGroup | None, list[Tensor]] = {}
     for tensor in tensors if trainers > 1 else ():
         if not isinstance(tensor, DTensor):
-            dist.broadcast(tensor.data, 0)
+            by_group.setdefault(None, []).append(tensor.data)
         elif REPLICATE in (tensor.device_mesh.mesh_dim_names or ()):
             copies = tensor.device_mesh.get_group(REPLICATE)
-            dist.broadcast(tensor.to_local(), group=copies, group_src=0)
+            by_group.setdefault(copies, []).append(tensor.to_local())
+    for group, members in by_group.items():
+        own = torch.stack([_sum_of_bits(member) for member in members])
+        first = own.clone()
+        dist.broadcast(first, group=group, group_src=0)
+        differs = (own != first).int()
+        dist.all_reduce(differs, dist.ReduceOp.MAX, group=group)
+        for member, travels in zip(members, differs.tolist(), strict=True):
+            if travels:
+                dist.broadcast(member, group=group, group_src=0)
+
+
+def _sum_of_bits(values: Tensor) -> Tensor:
+    """Return a checksum [] int64 that is exact: no device, and no order of summing, changes it."""
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    for piece in values.reshape(-1).view(whole).split(_PIECE):
+        # Multiplied bits fold upon themselves, so that a step up does not undo a step down.
+        mixed = piece.long() * _ODD
+        total += ((mixed ^ (mixed >> 31)) * _ODD).sum()
+    return total
 
 
 def is_of_a_peer(error: BaseException) -> bool:
