@@ -134,7 +134,10 @@ def test_a_model_that_cannot_be_built_is_refused_before_any_rank_starts(
             r"kl_weight = 0\.01 with model\.lora = null and .* set model\.keep_reference=true",
         ),
         *(
-            ((f"experiment=digits_{name}", "model.lora=null"), r"with model\.lora = null and model\.keep_r")
+            (
+                (f"experiment=digits_{name}", "model.lora=null"),
+                r"with model\.lora = null and model\.keep_r",
+            )
             for name in ("dpo", "dgpo")
         ),
     ],
