@@ -140,6 +140,9 @@ def test_a_kind_of_device_decides(
     )
     assert accelerator.device_kind() == kind
     assert accelerator.is_own(torch.device(present or "cpu")) == (kind != "cpu")
+    third = torch.device(present or "cpu", 3)
+    # gloo has no group beside XPU's.
+    assert accelerator.bound_device(third) == (third if kind == "cuda" else None)
     made = devices.lightning_accelerator()
     assert made == lightning or isinstance(made, OtherAccelerator)
     if isinstance(made, OtherAccelerator):

@@ -7,6 +7,7 @@ and kinds that a package adds, as NPU. The code asks for a kind here, and never 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 
 def device_kind() -> str:
@@ -34,6 +35,17 @@ def is_own(device: torch.device) -> bool:
     """Return whether `device` is an accelerator of this process: it has streams, and copies to it
     start in pinned memory."""
     return device.type != "cpu" and device.type == device_kind()
+
+
+def bound_device(device: torch.device) -> torch.device | None:
+    """Return the `device_id` of a process group whose tensors are on `device`; None on processors.
+
+    Without one, NCCL (torch 2.15) binds a group to the device of the rank's number in it: all
+    rollouts, each alone in its group, to the first. None also where gloo knows no such device:
+    torch could then make no group for the host beside it.
+    """
+    beside = dist.Backend.backend_capability["gloo"]
+    return device if is_own(device) and device.type in beside else None
 
 
 def mark_work() -> torch.Event | None:

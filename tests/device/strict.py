@@ -6,6 +6,7 @@ entry point in `autoload/`.
 
 from __future__ import annotations
 
+import functools
 import sys
 from types import SimpleNamespace
 
@@ -200,9 +201,7 @@ torch.utils.generate_methods_for_privateuse1_backend(
 
 
 _Backend = torch._C._distributed_c10d.Backend
-if not hasattr(
-    _Backend, "_set_default_timeout"
-):  # gloo's and NCCL's classes have it, their base has not
+if not hasattr(_Backend, "set_timeout"):  # before torch 2.15 the base had neither name
     _Backend._set_default_timeout = lambda self, timeout: None
 
 
@@ -210,4 +209,22 @@ def _collectives(store, rank, size, timeout):
     return _C.wrap_backend(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
 
 
+dist.Backend.backend_capability["gloo"].append("strict")  # it may stand beside, as beside NCCL
 dist.Backend.register_backend("stccl", _collectives, devices=["strict"])
+
+
+def _bound(begin):
+    """NCCL of torch 2.15 binds a group to one device: where nobody names one, to that of the rank's
+    number in it."""
+
+    @functools.wraps(begin)
+    def init_process_group(backend=None, *args, device_id=None, **facts):
+        own = torch.device("strict", torch.accelerator.current_device_index())
+        if backend != "gloo" and device_id != own:
+            raise RuntimeError(f"device_id of the default group is {device_id}, and not {own}")
+        begin(backend, *args, **facts)  # without: this backend splits no group
+
+    return init_process_group
+
+
+dist.init_process_group = _bound(dist.init_process_group)

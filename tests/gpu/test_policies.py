@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from benchmarks import _device
 from benchmarks._policy_bench import COMPILED, NOBODY, PROMPT, Bench, Build, Unit, build, ratio
 from benchmarks._random_builds import FAMILY, TINY
+from digenrl import accelerator
 from digenrl.diffusion import denoise
 from digenrl.rounding import HALF_BOUND
 from digenrl.strategy.shard import mesh_of, shard_policy
@@ -115,7 +116,11 @@ def test_a_sharded_world_of_one_takes_two_steps_and_goes_on_from_its_saved_state
     to the bit."""
     backend = dist.get_default_backend_for_device(DEVICE)
     dist.init_process_group(
-        backend, init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+        backend,
+        init_method=f"file://{tmp_path / 'store'}",
+        rank=0,
+        world_size=1,
+        device_id=accelerator.bound_device(accelerator.current_device()),
     )
     try:
         mesh = mesh_of("fsdp", 1, 1, DEVICE.type)

@@ -680,7 +680,17 @@ def test_a_rank_joins_the_store_and_its_group_and_leaves_nothing_open(
         monkeypatch.setattr(rank_zero_only, "rank", 9)
         seeds: list[None] = []
         monkeypatch.setattr(disaggregated, "reset_seed", lambda: seeds.append(None))
+        device, bound = strategy.root_device, list[Any]()
+        monkeypatch.setattr(disaggregated.accelerator, "bound_device", bound.append)
+        begin = torch.distributed.init_process_group
+
+        def noted(*args: Any, **facts: Any) -> None:
+            bound.append(facts["device_id"])
+            begin(*args, **facts)
+
+        monkeypatch.setattr(torch.distributed, "init_process_group", noted)
         strategy.setup_distributed()
+        assert bound == [device, None]
         assert seeds == [None]
         assert prefixes[0] == f"world/{group}"
         assert rank_zero_only.rank == rank

@@ -231,6 +231,7 @@ def check_collectives(world: World, session: Session, store: dist.Store) -> None
         rank=world.role_rank,
         world_size=world.role_size,
         timeout=timedelta(seconds=session.limits.start_s),
+        device_id=accelerator.bound_device(device),
     )
     number = torch.tensor([float(world.role_rank + 1)], device=device)
     gathered = [torch.zeros_like(number) for _ in range(world.role_size)]

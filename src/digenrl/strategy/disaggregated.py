@@ -177,6 +177,7 @@ class DisaggregatedStrategy(DDPStrategy):
             rank=world.role_rank,
             world_size=world.role_size,
             timeout=self._timeout,
+            device_id=accelerator.bound_device(self.root_device),
         )
         # A group of its own: a thread writes checkpoints from the host while the default group's
         # collectives go on.

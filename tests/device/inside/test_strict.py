@@ -356,7 +356,11 @@ def test_work_takes_time_on_its_stream_and_none_of_the_hosts() -> None:
 
 def test_its_process_group_takes_its_tensors_alone(tmp_path: Path) -> None:
     dist.init_process_group(
-        "cpu:gloo,strict:stccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+        "cpu:gloo,strict:stccl",
+        init_method=f"file://{tmp_path}/store",
+        rank=0,
+        world_size=1,
+        device_id=torch.device("strict", 0),
     )
     try:
         x = ones(3)
