@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -198,16 +199,26 @@ def test_a_mesh_has_a_copy_of_the_weights_for_all_trainers_or_for_each_group(
         shard.mesh_of("hsdp", 6, 4, "cpu")
 
 
-def test_every_group_of_a_mesh_has_the_limit_of_all_collectives() -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        getattr(dist, name)
+        for name in ("ProcessGroupGloo", "ProcessGroupNCCL", "ProcessGroupNCCL2")
+        if hasattr(dist, name)
+    ],
+)
+def test_every_group_of_a_mesh_has_the_limit_of_all_collectives(kind: type) -> None:
+    """By a method that this backend of torch has."""
     given: list[Any] = []
-    groups = [
-        SimpleNamespace(
-            _get_backend=lambda device, number=number: SimpleNamespace(
-                _set_default_timeout=lambda limit: given.append((number, device, limit))
-            )
-        )
-        for number in range(2)
-    ]
+    names = [name for name in ("set_timeout", "_set_default_timeout") if hasattr(kind, name)]
+
+    def backend(number: int, device: torch.device) -> SimpleNamespace:
+        def note(limit: timedelta) -> None:
+            given.append((number, device, limit))
+
+        return SimpleNamespace(**dict.fromkeys(names, note))
+
+    groups = [SimpleNamespace(_get_backend=partial(backend, number)) for number in range(2)]
     mesh: Any = SimpleNamespace(device_type="cpu", get_all_groups=lambda: groups)
     limit = timedelta(seconds=7)
     assert shard.with_timeout(mesh, limit) is mesh

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -48,7 +49,9 @@ def with_timeout(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
     """Return `mesh` after giving its collectives `timeout`. Its groups would have a limit of
     torch's own."""
     for group in mesh.get_all_groups():
-        group._get_backend(torch.device(mesh.device_type))._set_default_timeout(timeout)
+        backend: Any = group._get_backend(torch.device(mesh.device_type))
+        # NCCL's class of torch 2.15 has only the new name, and older ones only the old name.
+        (getattr(backend, "set_timeout", None) or backend._set_default_timeout)(timeout)
     return mesh
 
 
