@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -298,3 +300,26 @@ def test_a_death_in_a_broadcast_does_not_end_trainer_0(
     broadcast._group_of(torch.device("cuda"), store, (0, 2), timedelta(seconds=1))
     assert made == ["2"]
     assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == usual
+
+
+def test_a_member_that_dies_before_nccl_has_connected_is_waited_for_as_long_as_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL connects in its first operation, which blocks until every member makes it."""
+    connected = threading.Event()
+    group = SimpleNamespace(allreduce=lambda one: connected.wait())
+    monkeypatch.setattr(broadcast, "_group_of", lambda *_: group)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
+    link: Any = SimpleNamespace(
+        _audience=SimpleNamespace(ranks=(0, 1), store=dist.HashStore(), device=torch.device("cpu")),
+        _rank=0, _stream=object(), _group=None, _check_members=lambda: None,
+        _limits=SimpleNamespace(join_s=0.2, collective_s=9.0),
+        _control=SimpleNamespace(check_abort=lambda: None),
+    )  # fmt: skip
+    for name in ("_create_group", "_wait_until", "_wait_for_members", "_complete_collective"):
+        setattr(link, name, partial(getattr(BroadcastLink, name), link))
+    try:
+        with pytest.raises(broadcast._Over, match=r"come through for 0 s \(limits\.join_s\)"):
+            BroadcastLink._form_group(link)
+    finally:
+        connected.set()

@@ -317,7 +317,7 @@ class BroadcastLink(SocketLink):
         if (error := made.exception()) is not None:
             raise _Over(_shorten_error(error))
         self._group = made.result()
-        self._wait_for_members("join_s")  # the backend connects now
+        self._wait_for_members("join_s")
 
     def _create_group(self, made: Future[Collectives]) -> None:
         """Form the group in a thread that may be abandoned, because torch cannot be interrupted
@@ -333,7 +333,10 @@ class BroadcastLink(SocketLink):
             else:  # longer than this link waits: its watchdog would end the whole process
                 torch.accelerator.set_device_index(audience.device)
                 limit = timedelta(seconds=self._limits.collective_s)
-                made.set_result(_group_of(audience.device, store, seat, limit))
+                group = _group_of(audience.device, store, seat, limit)
+                # NCCL connects at its first operation, and waits there for all members.
+                group.allreduce(torch.ones(1, device=audience.device)).wait()
+                made.set_result(group)
         except Exception as error:
             made.set_exception(error)
 
