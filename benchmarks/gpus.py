@@ -1,5 +1,5 @@
-"""What several GPUs of one machine do, step by step, in at most ten minutes; ends with a page to
-paste into an issue.
+"""What several GPUs of one machine do, step by step; ends with a page to paste into an issue. After
+ten minutes no step begins.
 
     python -m benchmarks.gpus [gpus=0] [steps=all] [minutes=10]        (make gpus)
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -81,7 +82,7 @@ class Step:
     """Whether the run is resumed afterwards for one more RL step."""
     experiment: str = "flux1_flowgrpo"
     fails: str = ""
-    """Text of the cause that must be named; "": the run completes."""
+    """Pattern of the cause that must be named; "": the run completes."""
 
     @property
     def gpus(self) -> int:
@@ -97,6 +98,7 @@ def planted(rank: int, kind: str) -> tuple[str, ...]:
     )
 
 
+KILLED = r"rank 1 \(trainer\) .*was killed"
 FSDP = ("parallel.sharding=fsdp",)
 ALL_WEIGHTS = ("model.lora=null",)
 STEPS = (
@@ -109,11 +111,11 @@ STEPS = (
     Step("fsdp", 2, 0, FSDP, resumed=True),
     Step("fsdp-all-weights-torchrun", 2, 0, (*FSDP, *ALL_WEIGHTS), torchrun=True),
     Step("context", 2, 0, ("parallel.context=2",), experiment="wan21_flowgrpo"),
-    Step("raises", 2, 0, (*FSDP, *planted(1, "raise")), fails="planted by benchmarks.gpus"),
-    Step("raises-torchrun", 2, 0, (*FSDP, *planted(1, "raise")), True, fails="planted by"),
-    Step("killed-torchrun", 2, 0, (*FSDP, *planted(1, "kill")), True, fails="rank 1 (trainer)"),
     Step("fsdp-split", 2, 2, FSDP),
     Step("hsdp", 4, 0, ("parallel.sharding=hsdp", "parallel.shard_group=2"), resumed=True),
+    Step("raises", 2, 0, (*FSDP, *planted(1, "raise")), fails="planted by benchmarks.gpus"),
+    Step("raises-torchrun", 2, 0, (*FSDP, *planted(1, "raise")), True, fails="planted by"),
+    Step("killed-torchrun", 2, 0, (*FSDP, *planted(1, "kill")), True, fails=KILLED),
     Step("hsdp-split", 4, 4, ("parallel.sharding=hsdp", "parallel.shard_group=2")),
     Step("lending", 4, 4, ("schedule=gap_tsp_tag",)),
 )
@@ -170,7 +172,7 @@ def judge(step: Step, words: Sequence[str], folder: Path, seconds: float) -> dic
     took = {"seconds": round(time.monotonic() - began, 1)}
     if step.fails:
         assert code != 0, "the run did not fail"
-        assert step.fails in str(summary.get("cause")), f"cause: {summary.get('cause')}"
+        assert re.search(step.fails, str(summary.get("cause"))), f"cause: {summary.get('cause')}"
         return took | {"ends": f"failed: {str(summary['cause'])[:60]}"}
     assert code == 0, told[-1500:]
     assert summary["status"] == "completed", summary["cause"]
@@ -233,7 +235,7 @@ def main(given: Mapping[str, str]) -> int:
         machine(device),
         ("step", "ranks", "launcher", "ends", "s", "s/step", "first |ratio-1|", "publish s"),
     )
-    until = time.monotonic() + 60 * float(given["minutes"])
+    until, longest = time.monotonic() + 60 * float(given["minutes"]), 20.0
     with tempfile.TemporaryDirectory() as folder:
         for step in STEPS:
             if step.name not in names:
@@ -241,16 +243,18 @@ def main(given: Mapping[str, str]) -> int:
             ranks = f"{step.trainers}+{step.rollouts}"
             launcher = "torchrun" if step.torchrun else "local"
             left = until - time.monotonic()
-            if step.gpus > gpus or left < 20:
+            if step.gpus > gpus or left < longest:
                 why = f"needs {step.gpus} GPUs" if step.gpus > gpus else "no time left"
                 report.row(step.name, ranks, launcher, f"left out: {why}", *[""] * 4)
                 continue
+            began = time.monotonic()
             try:
-                found = judge(step, words, Path(folder) / step.name, min(STEP_S, left))
+                found = judge(step, words, Path(folder) / step.name, STEP_S)
             except (AssertionError, TimeoutError, OSError) as error:
                 report.row(step.name, ranks, launcher, "NOT AS IT MUST", *[""] * 4)
                 report.verdict(False, f"{step.name}: {error}")
                 continue
+            longest = max(longest, time.monotonic() - began)
             figures = (found.get(key, "") for key in ("seconds", "step_s", "ratio", "publish_s"))
             report.row(step.name, ranks, launcher, found["ends"], *figures)
     return report.close(given)
