@@ -27,7 +27,11 @@ def test_a_run_under_torchrun_is_resumed_and_a_planted_fault_is_named(
     given = {"gpus": "2", "device": "cpu", "steps": names, "minutes": "6", "quick": "true"}
     assert gpus.main(given) == 0
     told = capsys.readouterr().out
-    for words in ("completed, resumed", "failed: rank 1 (trainer) (process", "left out: needs 8 GPUs"):
+    for words in (
+        "completed, resumed",
+        "failed: rank 1 (trainer) (process",
+        "left out: needs 8 GPUs",
+    ):
         assert words in told
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
