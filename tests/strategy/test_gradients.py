@@ -107,6 +107,7 @@ def test_replicas_take_what_differs_from_the_first(tmp_path: Path) -> None:
             own[1].view(torch.int32)[5] += 1
             own[2].view(torch.int32)[:2] += torch.tensor([1, -1], dtype=torch.int32)
             own[5].view(torch.int16)[1] += 1
+            own[4][:2] = own[4][:2].flip(0)
         first[3][2], own[3][2] = 0.0, 0.0 if rank == 0 else -0.0
         travelled, broadcast = list[int](), dist.broadcast
 
@@ -116,7 +117,7 @@ def test_replicas_take_what_differs_from_the_first(tmp_path: Path) -> None:
 
         dist.broadcast = counted  # type: ignore[assignment]
         gradients.follow_first(own, 3)
-        assert travelled == [len(own), 40, 3, 5, 7]
+        assert travelled == [len(own), 40, 3, 5, 4, 7]
         for each, expected in zip(own, first, strict=True):
             assert torch.equal(each.view(torch.uint8), expected.view(torch.uint8))
 

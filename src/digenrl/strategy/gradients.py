@@ -4,7 +4,7 @@ equal weights."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -69,6 +69,25 @@ def scale_grads(parameters: Iterable[Tensor], factor: float) -> None:
 
 
 @torch.no_grad()
+def add_averages(
+    parameters: Mapping[str, Tensor], waiting: Mapping[str, Tensor], trainers: int
+) -> dict[str, Tensor]:
+    """Add to averaged gradients the averages of what waits on each trainer, by parameter name.
+    Return what goes on waiting: all of it beside gradients that are not finite, otherwise what has
+    no gradient on any trainer."""
+    held = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    if not waiting or not all(bool(grad.isfinite().all()) for grad in held.values()):
+        return dict(waiting)
+    for name, grad in held.items():
+        if name in waiting:
+            average = waiting[name] / trainers
+            if trainers > 1:
+                dist.all_reduce(average)
+            grad += average
+    return {name: rest for name, rest in waiting.items() if name not in held}
+
+
+@torch.no_grad()
 def follow_first(tensors: Iterable[Tensor], trainers: int) -> None:
     """Give every replica the values of the first one, where they differ: the same update can differ
     in a last bit on another kind of GPU. Of a sharded tensor, each rank takes the part of the first
@@ -92,12 +111,14 @@ def follow_first(tensors: Iterable[Tensor], trainers: int) -> None:
 
 
 def _sum_of_bits(values: Tensor) -> Tensor:
-    """Return a checksum [] int64 that is exact: no device, and no order of summing, changes it."""
+    """Return a checksum [] int64 that no device and no order of summing changes. Equal values in
+    other places have another."""
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
     for piece in values.reshape(-1).view(whole).split(_PIECE):
+        places = torch.arange(len(piece), device=values.device)
         # Multiplied bits fold upon themselves, so that a step up does not undo a step down.
-        mixed = piece.long() * _ODD
+        mixed = (piece.long() + (places << 32)) * _ODD
         total += ((mixed ^ (mixed >> 31)) * _ODD).sum()
     return total
 
