@@ -243,9 +243,9 @@ def test_the_first_cause_stays_and_an_error_of_a_trainer_ends_the_run(
 @pytest.mark.parametrize(
     ("limits", "raised"),
     [
-        ((88, 200), None),
-        ((87, 88), (88, 88)),
-        ((50, resource.RLIM_INFINITY), (88, resource.RLIM_INFINITY)),
+        ((216, 400), None),
+        ((215, 216), (216, 216)),
+        ((50, resource.RLIM_INFINITY), (216, resource.RLIM_INFINITY)),
         ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
     ],
 )
@@ -257,9 +257,9 @@ def test_open_files_are_raised_as_far_as_two_ranks_need(
     monkeypatch.setattr(resource, "setrlimit", lambda kind, to: set_to.append(to))
     check_open_files(2)
     assert set_to == [raised] * (raised is not None)
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (80, 87))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (80, 215))
     with pytest.raises(
-        ValueError, match=r"2 ranks need 88 open files .* allows 87: .*ulimit -n 88"
+        ValueError, match=r"2 ranks need 216 open files .* allows 215: .*ulimit -n 216"
     ):
         check_open_files(2)
 

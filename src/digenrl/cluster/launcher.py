@@ -54,9 +54,9 @@ RankMain = Callable[[World, Session], None]
 """Body of a rank. An exception in it ends the rank, with the exception's text as the cause."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Parameters of glibc's mallopt(3)."""
-FILES_OF_A_PROCESS, FILES_PER_RANK = 64, 12
-"""Open files of one process (libraries, logs, scorers), and connections per rank (to the store and
-to another rank)."""
+FILES_OF_A_PROCESS, FILES_PER_RANK = 64 + 128, 12
+"""Open files of one process (libraries, logs, scorers; the buckets of a version that ranks of a
+machine share), and connections per rank (to the store and to another rank)."""
 MACHINE_LOST = -256
 """Exit code of a rank whose machine is gone, or out of reach. No signal has this number."""
 EXIT_STOPPED = 75
