@@ -173,27 +173,34 @@ def test_what_waits_is_written_by_each_and_read_by_as_many_or_others(tmp_path: P
 
 
 @pytest.mark.processes
-def test_without_a_share_what_waited_travels_once_with_all_values(tmp_path: Path) -> None:
-    """A run that compressed goes on with every value, also with one trainer."""
+def test_without_a_share_what_waited_is_added_whole(tmp_path: Path) -> None:
+    """A run that compressed goes on with every value, also with one trainer. What has a gradient on
+    any trainer counts on all, beside NaN nothing is lost, and the rest waits for its gradient."""
 
     def train(ranks: int, rank: int) -> None:
-        made, waiting = GradientExchange(None, ranks), with_gradients(drawn(5, rank))
+        made, waiting = GradientExchange(None, ranks), with_gradients(drawn(4, rank))
         made._unsent = {name: p.grad for name, p in waiting.items() if p.grad is not None}
         given = sum(gathered(flat(made._unsent), ranks)) / ranks
-        for step in (2, 4, 6):
+        expert = flat({"expert": torch.ones(2, 2)}) == 1
+        for step in (2, 1, 0, 6):  # nobody has the expert's in 1; trainer 0 lacks one of `b` in 0
             own, dense = with_gradients(drawn(step, rank)), with_gradients(drawn(step, rank))
-            GradientExchange(None, ranks).average(dense, 0.5)
+            average_grads(dense.values(), ranks)
+            scale_grads(dense.values(), 0.5)
             if step == 2:
                 own["a"].grad[0, 0] = math.nan
             made.average(own, 0.5)
-            assert made.facts.get("gradient_share") == (None if step == 6 else 1.0)
-            if step > 2:
-                found, expected = (
-                    flat({name: p.grad for name, p in each.items()}) for each in (own, dense)
-                )
-                torch.testing.assert_close(found, expected + given * (step == 4))
-                assert made.checkpoint_entry() == {}
-        assert made.checkpoint_entry(before=True) == {}
+            assert made.facts == {}
+            if step == 2:
+                assert len(made._unsent) == 3
+                continue
+            assert list(made._unsent) == (["expert"] if step == 1 else [])
+            found, expected = (
+                flat({name: p.grad for name, p in each.items() if p.grad is not None})
+                for each in (own, dense)
+            )
+            travels = {1: ~expert, 0: expert, 6: torch.zeros_like(expert)}[step]
+            torch.testing.assert_close(found, expected + given * travels)
+        assert made.checkpoint_entry() == made.checkpoint_entry(before=True) == {}
 
     for ranks in (1, 2):
         (tmp_path / f"store-{ranks}").unlink(missing_ok=True)

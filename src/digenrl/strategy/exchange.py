@@ -32,7 +32,7 @@ class GradientExchange:
 
     Args:
         share: part of the gradient's values that a trainer sends; None: all, in one all-reduce.
-            Its first update also sends what a checkpoint kept, where there is a gradient.
+            Updates then also take what a checkpoint kept, once there is a gradient.
         trainers: number of replicas.
     """
 
@@ -53,9 +53,10 @@ class GradientExchange:
         Raises ValueError if more than `MOST_VALUES` values are trained.
         """
         self._unsent_before, self.facts = self._unsent, {}
-        if (share := self._share or (1.0 if self._unsent else None)) is None:
+        if (share := self._share) is None:
             gradients.average_grads(parameters.values(), self._trainers)
             gradients.scale_grads(parameters.values(), scale)
+            self._unsent = gradients.add_averages(parameters, self._unsent, self._trainers)
             return
         members = list(parameters.values())
         here = torch.tensor([p.grad is not None for p in members], device=members[0].device)
@@ -69,14 +70,13 @@ class GradientExchange:
         offered = here.repeat_interleave(sizes)  # [N]
         pending = self._add_unsent(parameters, scale)  # [N] fp32
         # NaN counts as the largest.
-        magnitudes = pending.abs() * offered
-        places = magnitudes.topk(math.ceil(share * length), sorted=False).indices  # [k]
+        places = (pending.abs() * offered).topk(math.ceil(share * length), sorted=False).indices
         sent = torch.where(offered[places], pending[places], 0.0)
         total, held = self._sum_sent(length, places.int(), sent, here)
         if bool(total.isfinite().all()):
             pending[places] -= sent
-            self._unsent = _by_name(parameters, pending) if self._share else {}
-        pieces = _by_name(parameters, total / self._trainers).values()
+            self._unsent = _by_name(parameters, pending)
+        pieces = _by_name(parameters, total.div_(self._trainers)).values()
         for trainers, parameter, piece in zip(held.tolist(), members, pieces, strict=True):
             if trainers:
                 if parameter.grad is None:
