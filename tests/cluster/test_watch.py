@@ -273,6 +273,8 @@ ENDS: dict[str, tuple[Any, dict[str, Any], Any, dict[Any, float]]] = {
         failed("rank 0 (trainer) exited with code 0 before the run ended; see logs/rank-000.log"), {1: 6.25},
     ),
     "told before": ({2: both(sets("abort", "first"), die(0, 1, "late"))}, {}, failed("first"), {1: 6.25}),
+    "told before, all leave": ({2: both(sets("abort", "first"), leave(0, 1))}, {}, failed("first"), {"end": 2.0}),
+    "told when done": ({2: both(sets("abort", "late"), done(0, 1))}, {}, ("completed", None, 0, False), {}),
     "after a stop": ({1: sets("stop", "x"), 2: die(0)}, {}, ("failed", f"rank 0 (trainer) {KILLED}", 1, False), {}),
     "elsewhere": (
         {2: die(0)}, {"pid": None},

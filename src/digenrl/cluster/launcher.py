@@ -421,12 +421,7 @@ class _Watch:
             alive = {rank: self._ranks[rank] for rank, code in codes.items() if code is None}
             if not alive:
                 self._members.wait_for_exits(self._spec.limits.leave_s)
-                if (
-                    self._outcome.status == "completed"
-                    and (cause := self._control.get("stop")) is not None
-                ):
-                    return RunOutcome("stopped", cause, EXIT_STOPPED)
-                return self._outcome
+                return self._judge_end()
             # Trainers without any rollout only wait for one to join: their silence is no hang.
             watched = [] if self._members.waiting else [*alive, *self._members.joined_elsewhere]
             for rank, cause in self._heartbeats.find_unresponsive(watched).items():
@@ -452,6 +447,15 @@ class _Watch:
             self._spec.on_tick(self._rank_states)
             # Returns early when a rank exits, so a death is seen at once and not 0.2 s later.
             connection.wait([process.sentinel for process in alive.values()], timeout=0.2)
+
+    def _judge_end(self) -> RunOutcome:
+        """Return how the run ended, now that no rank is left."""
+        if self._outcome.status == "completed" and self._control.get("done") is None:
+            # Ranks that could not leave in time say that they leave, and no longer why.
+            self._fail_run(self._control.get("abort"))
+        if self._outcome.status == "completed" and (cause := self._control.get("stop")) is not None:
+            return RunOutcome("stopped", cause, EXIT_STOPPED)
+        return self._outcome
 
     def _rank_states(self) -> dict[int, str]:
         return {
