@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 
 import psutil
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from digenrl.cluster.launcher import mask_secrets
+from digenrl.rewards.managed import ManagedScorer
 from digenrl.rewards.process import ProcessScorer
 from digenrl.rewards.protocol import RewardError, RewardUnavailable, identity_of
 from digenrl.rewards.suite import RewardSuite
@@ -51,6 +53,47 @@ def test_scores_equal_inline_and_a_killed_child_starts_again():
     finally:
         suite.close()
     assert scorer._child is None
+
+
+@pytest.mark.parametrize("kind", [ProcessScorer, ManagedScorer])
+@pytest.mark.parametrize("started", [False, True], ids=["while-it-starts", "while-it-scores"])
+def test_closing_does_not_wait_for_the_child(kind: type[ProcessScorer], started: bool) -> None:
+    """A run that fails leaves in seconds, and a scorer may load or score for minutes."""
+    scorer = kind({"_target_": "tests.rewards.test_process.Slow", "at_start": not started})
+    caught: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            scorer(MEDIA, PROMPTS)
+        except RewardUnavailable as error:
+            caught.append(error)
+
+    if started:
+        assert scorer.model_id == "slow"
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(3.0 if started else 0.5)
+    child, began = psutil.Process(scorer._child.pid), time.monotonic()
+    scorer.close()
+    assert time.monotonic() - began < 5
+    thread.join(5)
+    assert len(caught) == 1
+    assert gone(child)
+    with pytest.raises(RewardUnavailable, match=r"Slow is closed"):
+        scorer(MEDIA, PROMPTS)
+
+
+class Slow:
+    """A scorer that takes minutes, to load or to score."""
+
+    model_id, weights_digest = "slow", "0"
+
+    def __init__(self, at_start: bool) -> None:
+        time.sleep(300 * at_start)
+
+    def __call__(self, media: torch.Tensor, prompts: list[Prompt]) -> torch.Tensor:
+        time.sleep(300)
+        return torch.zeros(len(prompts))
 
 
 def test_a_scorer_that_fails_names_its_error():

@@ -50,6 +50,7 @@ class ManagedScorer(ProcessScorer):
         written = json.dumps(self._node, sort_keys=True).encode()
         name = hashlib.blake2b(written, digest_size=8).hexdigest()
         while True:
+            self._check_open()
             folder = _lock_folder()
             file = folder / name
             if (lock := _try_lock(file)) is not None:

@@ -75,7 +75,7 @@ class ProcessScorer:
         self._child: subprocess.Popen[str] | None = None
         self._client: RemoteScorer | None = None
         self._identity: Identity | None = None
-        self._deaths = 0
+        self._deaths, self._closed = 0, False
         self._lock = threading.Lock()
 
     @property
@@ -111,9 +111,18 @@ class ProcessScorer:
             return scores
 
     def close(self) -> None:
-        """End the child. Idempotent."""
+        """End the child for good, also while another thread waits until it has started or scored.
+        Idempotent."""
+        self._closed = True
+        if (child := self._child) is not None and child.returncode is None:
+            _kill_group(child.pid)  # who waits sees the end of it, and lets go of the lock
         with self._lock:
             self._end_child()
+
+    def _check_open(self) -> None:
+        """Raise RewardUnavailable after `close`."""
+        if self._closed:
+            raise RewardUnavailable(f"The scorer {self._node.get('_target_')} is closed.")
 
     def _require_identity(self) -> Identity:
         with self._lock:
@@ -127,6 +136,7 @@ class ProcessScorer:
         if self._client is not None and self._child is not None and self._child.poll() is None:
             return self._client
         self._end_child()
+        self._check_open()
         # `auto` in the child is this rank's device; torch numbers devices alike in both.
         return self._connect_client(
             *self._spawn_child(self._node, accelerator.current_device().index)
@@ -160,6 +170,8 @@ class ProcessScorer:
             },
         )
         os.close(printing)
+        if self._closed:  # since the last look, and `close` saw no child
+            _kill_group(self._child.pid)
         assert self._child.stdin is not None
         try:
             asked = {"node": node, "token": token, "device": device}
