@@ -177,7 +177,7 @@ def join_run(
         said, left, done, abort = control.get_all(
             [f"cause/{rank}", f"left/{rank}", "done", "abort"]
         )
-        if left is not None:
+        if left is not None and (done or abort is None):
             return RunOutcome("completed" if done else "left")
         cause = cause or said or _describe_end(process.exitcode or 0)
         control.set(end_key(rank), cause)
