@@ -163,6 +163,47 @@ def test_a_misfit_is_refused_with_the_change_that_fits(
         settle_run(loaded(*words, trainers, "schedule.auto=false"), PlannerAdvisor())
 
 
+A100 = (
+    "{{gpu:A100-SXM-80GB,count:4,role:{},memory_gib:80,tflops:312,hbm_tb_s:2,intra_gb_s:300,"
+    "inter_gb_s:25,per_node:4}}"
+)
+APART = (
+    "hardware=node_8xh100",
+    "~hardware.pools.h100",
+    *(f"+hardware.pools.{name}={A100.format('auto')}" for name in ("here", "far")),
+    "+hardware.links={wan:{between:[here,far],gb_s:0.2}}",
+    "schedule.auto=false",
+    "allocation.trainers=6",
+    "allocation.rollouts=2",
+)
+"""Six trainers in two places of four GPUs each."""
+
+
+@pytest.mark.parametrize("asked", ["0.01", "auto"])
+def test_the_remedy_of_trainers_in_two_places_is_accepted(asked: str) -> None:
+    """Whole gradients of shards do not cross a line, so only trainers of one place can shard."""
+    words = ("experiment=hunyuanvideo_dancegrpo", *APART, f"parallel.compress={asked}")
+    with pytest.raises(ValueError, match=r"needs .*: set .*\.$") as caught:
+        settle_run(loaded(*words), PlannerAdvisor())
+    (change,) = re.findall(r": set (.*)\.$", str(caught.value))
+    assert_fits(settle_run(loaded(*words, *change.split()), PlannerAdvisor()))
+
+
+@pytest.mark.parametrize(
+    ("words", "splits"),
+    [
+        (("parallel.compress=0.3",), [(2, 6), (3, 5)]),
+        (("parallel.compress=auto", "hardware.pools.h100.count=2"), [(2, 0)]),
+    ],
+    ids=["share", "auto"],
+)
+def test_no_split_is_chosen_whose_share_of_gradients_is_refused(
+    words: tuple[str, ...], splits: list[tuple[int, int]]
+) -> None:
+    sync = ("experiment=sd35_flowgrpo", "hardware=node_8xh100", "schedule=sync", *words)
+    assert settle_run(loaded(*sync), PlannerAdvisor()).settings.allocation.split in splits
+
+
 def test_all_weights_are_sharded_without_being_asked() -> None:
     """The first way that fits: replicas of a small model, a copy per node, one over all
     trainers."""
