@@ -373,6 +373,18 @@ def test_a_refused_exchange_of_gradients_is_no_matter_of_roles(
     assert make_plan(Costing(replace(FLUX, gradient_share=change), hardware), steps=3).outcomes
 
 
+def test_too_many_values_for_a_line_leave_an_adapter() -> None:
+    """Whole gradients may not cross the line either."""
+    pools = [replace(FAST, name=n, role="trainer", memory_gib=999) for n in ("here", "far")]
+    lines = {frozenset(("here", "far")): Line(0.2)}
+    hardware = Hardware((*pools, replace(FAST, role="rollout")), lines=lines)
+    work = replace(FLUX, lora_rank=None, gradient_share="auto")
+    with pytest.raises(
+        PlanError, match=r"values are trained, .*: train an adapter \(model\.lora\)"
+    ):
+        make_plan(Costing(work, hardware))
+
+
 def test_a_plan_says_that_replicas_do_not_fit_and_shards_would() -> None:
     hardware = Hardware((replace(FAST, count=8),))
     with pytest.raises(PlanError, match=r"trainer on fast .* needs .* or set .*compress=off"):

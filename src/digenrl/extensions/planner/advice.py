@@ -113,9 +113,8 @@ class PlannerAdvisor:
         if not fitting:
             if settings.schedule.tsp.batch == AUTO:
                 candidate = candidate.with_changes(tsp_batch=1)
-            raise ValueError(
-                f"{'; '.join(costing.find_misfits(candidate))}: {find_remedy(costing, candidate)}"
-            )
+            why = [*costing.find_misfits(candidate), gradient_refusal(costing, candidate)]
+            raise ValueError(f"{'; '.join(filter(None, why))}: {find_remedy(costing, candidate)}")
         candidate = fitting[0]
         pools = costing.place_ranks(candidate).trainers_by_pool
         kept = [

@@ -41,6 +41,9 @@ from digenrl.hardware import Hardware, Pool, gradient_share, shard_group, traine
 from digenrl.recompute import ALL, INPUTS, MODES, Recompute
 from digenrl.schedule import ScheduleSpec
 
+MOST_VALUES = 2**31 - 1
+"""Most values of a gradient that is compressed (`strategy/exchange.py`): a place takes 4 bytes."""
+
 _Questions = TypeVarTuple("_Questions")
 _Answer = TypeVar("_Answer")
 
@@ -407,6 +410,8 @@ def gradient_refusal(costing: Costing, candidate: Candidate) -> str | None:
         return None
     if candidate.sharding != "ddp":
         return f"{told}: only replicas exchange whole gradients, and not {candidate.sharding}"
+    if (values := costing.work.trained_parameters) > MOST_VALUES:
+        return f"{told}: {values} values are trained, at most {MOST_VALUES} can be"
     return None
 
 
