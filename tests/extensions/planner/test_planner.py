@@ -386,9 +386,9 @@ def test_too_many_values_for_a_line_leave_an_adapter() -> None:
 
 
 def test_a_plan_says_that_replicas_do_not_fit_and_shards_would() -> None:
-    hardware = Hardware((replace(FAST, count=8),))
+    hardware = Hardware((replace(FAST, count=8, memory_gib=30),))
     with pytest.raises(PlanError, match=r"trainer on fast .* needs .* or set .*compress=off"):
-        make_plan(Costing(replace(HUNYUAN, gradient_share=0.01), hardware))
+        make_plan(Costing(replace(HUNYUAN, lora_rank=64, gradient_share=0.01), hardware))
 
 
 def test_no_split_to_compress_in_is_not_said_to_lack_memory() -> None:
