@@ -139,9 +139,6 @@ def with_allocation(composed: Composed, trainers: int, rollouts: int, advisor: A
     if wrong := relation_problems(settings.with_values(numbers).as_plain()):
         raise ValueError("\n".join(wrong))
     numbers["parallel.compress"] = compression(settings, trainers, rollouts)
-    # `auto` may have become a share, which shards do not exchange.
-    if wrong := relation_problems(settings.with_values(numbers).as_plain()):
-        raise ValueError("\n".join(wrong))
     steps = steps_per_forward(settings.schedule.tsp.batch, trained_steps(settings))
     if settings.schedule.tsp.batch == AUTO:
         tiny = settings.hardware.build == "tiny"
@@ -184,25 +181,36 @@ def compression(settings: Settings, trainers: int, rollouts: int) -> float | str
     """Return `parallel.compress` as a number, or off.
 
     Raises:
-        ValueError: whole gradients would cross a line between trainers.
+        ValueError: whole gradients, or gradients of shards, would cross a line between trainers.
     """
     asked, profile = settings.parallel.compress, hardware.parse_hardware(settings.hardware)
     if not profile.lines:
         return "off" if asked == AUTO else asked
     ranks = hardware.assign_ranks(profile, trainers, rollouts)
-    if asked != "off":
+    if hardware.trainers_line(profile, ranks) is None:
+        return "off" if asked == AUTO else asked
+    sharding = settings.parallel.sharding
+    shards = sharding in ("hsdp", "fsdp")
+    if asked != "off" and not shards:
         return hardware.gradient_share(asked, profile, ranks) or "off"
-    if hardware.trainers_line(profile, ranks) is not None:
-        said = ", ".join(
-            f"{'+'.join(pool.name for pool in place)}: {sum(pool.count for pool in place)}"
-            for place in profile.places
-        )
-        raise ValueError(
-            f"allocation.trainers = {trainers}: trainers exchange gradients in every update, and "
-            f"no place that hardware.links joins has room for all of them ({said}); lower it, "
-            "change a pool's role, or set parallel.compress=auto, which makes updates approximate."
-        )
-    return "off"
+    # Colocated ranks may be on any pool.
+    rooms = {
+        "+".join(pool.name for pool in own): sum(pool.count for pool in own)
+        for place in profile.places
+        if (own := [pool for pool in place if not rollouts or pool.role != "rollout"])
+    }
+    said, most = ", ".join(f"{name}: {room}" for name, room in rooms.items()), max(rooms.values())
+    ways = ["change a pool's role"]
+    # A single trainer can neither share its weights nor exchange gradients.
+    if most > 1 or (asked == "off" and not shards):
+        ways.insert(0, f"lower it to {most}")
+    words = ["parallel.compress=auto"] * (asked == "off") + ["parallel.sharding=ddp"] * shards
+    raise ValueError(
+        f"allocation.trainers = {trainers} with parallel.compress = {asked} and parallel.sharding "
+        f"= {sharding}: trainers exchange gradients in every update, and no place that "
+        f"hardware.links joins has room for all of them ({said}); {', '.join(ways)}, or set "
+        f"{' '.join(words)}, which makes updates approximate and takes replicas."
+    )
 
 
 def compression_note(share: float | str) -> str:

@@ -435,7 +435,9 @@ def test_a_command_ends_by_what_happened(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out.count("A page.") == 2
 
 
-DDP = {"parallel__sharding": "ddp"}
+ONE_PLACE: dict[str, Any] = {"hardware__links": {}}
+DDP = {**ONE_PLACE, "parallel__sharding": "ddp"}
+JOINED = {"hardware__links": {"wan": {"between": ["a", "b"], "gb_s": 1.0}}}
 
 
 @pytest.mark.parametrize(
@@ -470,10 +472,16 @@ DDP = {"parallel__sharding": "ddp"}
         ("compressed_gradients", {**DDP, "parallel__compress": "auto", "allocation__trainers": 1}, "nobody"),
         ("compressed_gradients", {**DDP, "parallel__compress": "off", "allocation__trainers": 1}, None),
         ("compressed_gradients",
-         {"parallel__sharding": "hsdp", "parallel__compress": 0.1, "allocation__trainers": 2},
+         {**ONE_PLACE, "parallel__sharding": "hsdp", "parallel__compress": 0.1, "allocation__trainers": 2},
          "set parallel.sharding=ddp, or parallel.compress=off."),
         ("compressed_gradients",
-         {"parallel__sharding": "hsdp", "parallel__compress": "auto", "allocation__trainers": 2}, None),
+         {**JOINED, "parallel__sharding": "hsdp", "parallel__compress": 0.1, "allocation__trainers": 2},
+         "set parallel.sharding=ddp, or parallel.compress=off with all trainers in one place of hardware.links."),
+        ("compressed_gradients",
+         {**DDP, **JOINED, "parallel__compress": 0.5, "allocation__trainers": 2},
+         "set it below 0.5, or to auto."),
+        ("compressed_gradients",
+         {**ONE_PLACE, "parallel__sharding": "hsdp", "parallel__compress": "auto", "allocation__trainers": 2}, None),
         ("batch_wide_statistics", {"algorithm__advantage": {"std": "batch"}, "schedule__gap": 0}, None),
         ("batch_wide_statistics", {"algorithm__advantage": {"std": "group"}, "schedule__gap": 1}, None),
         ("batch_wide_statistics", {"algorithm__advantage": {"std": "batch"}, "schedule__gap": 1},

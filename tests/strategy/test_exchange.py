@@ -4,6 +4,7 @@ and what waits, equal weights, resumed runs, and a run by the launcher."""
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -325,18 +326,52 @@ def test_auto_is_settled_by_the_line_and_approximation_is_told(
     assert with_allocation(made, 2, 1, PlainAdvisor()).settings.parallel.compress == settled
 
 
-def test_whole_gradients_between_places_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"trainers = 2: .*\(local\+here: 2, far: 1\); lower it.*"
-                       r" set parallel\.compress=auto, which makes updates approximate"):  # fmt: skip
-        with_allocation(config.load([*APART]), 2, 1, PlainAdvisor())
+FOUR = tuple(word.replace("count:1", "count:4") for word in APART)
 
 
-def test_shards_in_several_places_are_refused_and_in_one_place_are_whole() -> None:
+@pytest.mark.parametrize(
+    ("words", "trainers", "said"),
+    [
+        (APART, 2, r"\(here: 1, far: 1\); lower it to 1, .* set parallel\.compress=auto, "),
+        (FOUR, 6, r"\(here: 4, far: 4\); lower it to 4, .* set parallel\.compress=auto, "),
+        (
+            [*FOUR, "parallel.sharding=fsdp"],
+            6,
+            r"lower it to 4, .* set parallel\.compress=auto parallel\.sharding=ddp, ",
+        ),
+        (
+            [*FOUR, "parallel.sharding=fsdp", "parallel.compress=auto"],
+            6,
+            r"compress = auto .* lower it to 4, .* set parallel\.sharding=ddp, ",
+        ),
+        (
+            [*APART, "parallel.sharding=fsdp", "parallel.compress=auto"],
+            2,
+            r"far: 1\); change a pool's role, or set parallel\.sharding=ddp, ",
+        ),
+    ],
+    ids=["one each", "four each", "shards", "auto and shards", "auto and shards, one each"],
+)
+def test_trainers_in_several_places_are_refused_with_what_is_accepted(
+    words: list[str], trainers: int, said: str
+) -> None:
+    """The pool of rollouts, in the place of `here`, has no room for a trainer."""
+    with pytest.raises(ValueError, match=rf"trainers = {trainers} with .*{said}") as caught:
+        with_allocation(config.load([*words]), trainers, 1, PlainAdvisor())
+    message = str(caught.value)
+    changes = re.findall(r"or set (.*), which makes updates approximate", message)
+    fewer = re.findall(r"lower it to (\d+)", message)
+    for change in (*map(str.split, changes), *([f"allocation.trainers={n}"] for n in fewer)):
+        composed = config.load([*words, f"allocation.trainers={trainers}", *change])
+        number = int(composed.settings.allocation.trainers)
+        settled = with_allocation(composed, number, 1, PlainAdvisor())
+        assert settled.settings.parallel.sharding != "auto"
+
+
+def test_shards_in_one_place_are_whole_where_auto_says_so() -> None:
     words = ("parallel.compress=auto", "parallel.sharding=fsdp", "allocation.trainers=2")
     near = with_allocation(config.load([*words]), 2, 1, PlainAdvisor()).settings
     assert (near.parallel.compress, near.parallel.sharding) == ("off", "fsdp")
-    with pytest.raises(ValueError, match=r"compress = 0\.025 with parallel\.sharding = fsdp"):
-        with_allocation(config.load([*APART, *words]), 2, 1, PlainAdvisor())
 
 
 @pytest.mark.processes

@@ -17,7 +17,7 @@ from digenrl.extensions.planner import advice, enumeration
 from digenrl.extensions.planner import costing as costing_module
 from digenrl.extensions.planner.bound import seconds_per_unit, step_bound
 from digenrl.extensions.planner.candidate import Candidate
-from digenrl.extensions.planner.costing import Costing, _match_slowest, crosses_whole
+from digenrl.extensions.planner.costing import Costing, _match_slowest, gradient_refusal
 from digenrl.extensions.planner.costs import Costs
 from digenrl.extensions.planner.enumeration import is_allowed, step_batches
 from digenrl.extensions.planner.floor import training_floor
@@ -354,8 +354,8 @@ def test_gradients_are_charged_by_the_bytes_that_travel() -> None:
     for asked in ("off", "auto", 0.01):
         costing = Costing(replace(WORK, gradient_share=asked), hardware)
         many = costing.make_candidate(20, 4)
-        assert crosses_whole(costing, many) is (asked == "off") is not is_allowed(costing, many)
-        assert not crosses_whole(costing, few)
+        assert is_allowed(costing, many) is (asked != "off")
+        assert gradient_refusal(costing, few) is None
         seconds[asked] = costing.build_cluster(many).reduce_seconds
         near = costing.build_cluster(few).reduce_seconds
         share = None if isinstance(asked, str) else asked  # no line joins these trainers

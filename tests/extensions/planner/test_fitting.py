@@ -16,10 +16,12 @@ from digenrl.config import Composed
 from digenrl.extensions.planner.advice import PlannerAdvisor, memory_lines
 from digenrl.extensions.planner.bound import step_bound
 from digenrl.extensions.planner.cli.plan import as_configured
+from digenrl.extensions.planner.costing import MOST_VALUES
 from digenrl.extensions.planner.counts import kept_bytes
 from digenrl.extensions.planner.plan_text import memory_by_role
 from digenrl.extensions.planner.reading import candidate_of, costing_of, drawn_of, has_counted_sizes
 from digenrl.settle import settle_run, with_task_size
+from digenrl.strategy import exchange
 from tests.models.test_experiments import EXPERIMENTS
 
 pytestmark = pytest.mark.heavy
@@ -161,6 +163,74 @@ def test_a_misfit_is_refused_with_the_change_that_fits(
     trainers = "allocation.trainers=8" if "h100" not in words[1] else "allocation.trainers=4"
     with pytest.raises(ValueError, match=message):
         settle_run(loaded(*words, trainers, "schedule.auto=false"), PlannerAdvisor())
+
+
+A100 = (
+    "{{gpu:A100-SXM-80GB,count:4,role:{},memory_gib:80,tflops:312,hbm_tb_s:2,intra_gb_s:300,"
+    "inter_gb_s:25,per_node:4}}"
+)
+APART = (
+    "hardware=node_8xh100",
+    "~hardware.pools.h100",
+    *(f"+hardware.pools.{name}={A100.format('auto')}" for name in ("here", "far")),
+    "+hardware.links={wan:{between:[here,far],gb_s:0.2}}",
+    "schedule.auto=false",
+    "allocation.trainers=6",
+    "allocation.rollouts=2",
+)
+"""Six trainers in two places of four GPUs each."""
+
+
+@pytest.mark.parametrize("asked", ["0.01", "auto"])
+def test_the_remedy_of_trainers_in_two_places_is_accepted(asked: str) -> None:
+    """Whole gradients of shards do not cross a line, so only trainers of one place can shard."""
+    words = ("experiment=hunyuanvideo_dancegrpo", *APART, f"parallel.compress={asked}")
+    with pytest.raises(ValueError, match=r"needs .*: set .*\.$") as caught:
+        settle_run(loaded(*words), PlannerAdvisor())
+    (change,) = re.findall(r": set (.*)\.$", str(caught.value))
+    assert_fits(settle_run(loaded(*words, *change.split()), PlannerAdvisor()))
+
+
+@pytest.mark.parametrize(
+    ("words", "splits"),
+    [
+        (("parallel.compress=0.3",), [(2, 6), (3, 5)]),
+        (("parallel.compress=auto", "hardware.pools.h100.count=2"), [(2, 0)]),
+    ],
+    ids=["share", "auto"],
+)
+def test_no_split_is_chosen_whose_share_of_gradients_is_refused(
+    words: tuple[str, ...], splits: list[tuple[int, int]]
+) -> None:
+    sync = ("experiment=sd35_flowgrpo", "hardware=node_8xh100", "schedule=sync", *words)
+    assert settle_run(loaded(*sync), PlannerAdvisor()).settings.allocation.split in splits
+
+
+FULL = (
+    "experiment=sd35_flowgrpo",
+    "model.lora=null",
+    "model.keep_reference=true",
+    "algorithm.kl_weight=0",
+    "hardware=node_8xh100",
+    "hardware.pools.h100.count=4",
+    "hardware.pools.h100.memory_gib=141",
+    "allocation.rollouts=2",
+    "schedule=sync",
+)
+"""All 2.2 billion weights, of which a replica fits."""
+
+
+@pytest.mark.parametrize("trainers", ["2", "auto"])
+def test_more_values_than_an_exchange_can_number_are_refused_before_the_run(trainers: str) -> None:
+    assert MOST_VALUES == exchange.MOST_VALUES
+    words = (*FULL, f"allocation.trainers={trainers}", "parallel.compress=0.01")
+    said = (
+        rf"0\.01: 2\d+ values are trained, at most {MOST_VALUES} can be: set parallel\.compress=off"
+    )
+    with pytest.raises(ValueError, match=said) as caught:
+        settle_run(loaded(*words), PlannerAdvisor())
+    (change,) = re.findall(r": set (.*)\.$", str(caught.value))
+    assert_fits(settle_run(loaded(*words, *change.split()), PlannerAdvisor()))
 
 
 def test_all_weights_are_sharded_without_being_asked() -> None:

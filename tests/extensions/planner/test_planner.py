@@ -349,6 +349,57 @@ def test_what_does_not_fit_says_why() -> None:
         make_plan(Costing(HUNYUAN, unequal))
 
 
+@pytest.mark.parametrize(
+    ("apart", "share", "said"),
+    [
+        (False, 0.6, r"= 0\.6: as many bytes .* 4 trainers .*: set .*compress=off\.$"),
+        (True, "off", r"= off: .* line between 8 trainers: set .*=auto\.$"),
+        (True, 0.6, r"= 0\.6: as many bytes .* 8 trainers .*: set .*=auto\.$"),
+    ],
+    ids=["share", "line", "share over a line"],
+)
+def test_a_refused_exchange_of_gradients_is_no_matter_of_roles(
+    apart: bool, share: Any, said: str
+) -> None:
+    hardware = Hardware((replace(SLOW, count=8),))
+    if apart:
+        here, far = (replace(SLOW, name=name, role="trainer") for name in ("here", "far"))
+        lines = {frozenset(("here", "far")): Line(0.2)}
+        hardware = Hardware((here, far, replace(SLOW, role="rollout")), lines=lines)
+    with pytest.raises(PlanError, match=said) as caught:
+        make_plan(Costing(replace(FLUX, gradient_share=share), hardware))
+    assert "roles" not in str(caught.value)
+    change = str(caught.value).rpartition("=")[2].rstrip(".")
+    assert make_plan(Costing(replace(FLUX, gradient_share=change), hardware), steps=3).outcomes
+
+
+def test_too_many_values_for_a_line_leave_an_adapter() -> None:
+    """Whole gradients may not cross the line either."""
+    pools = [replace(FAST, name=n, role="trainer", memory_gib=999) for n in ("here", "far")]
+    lines = {frozenset(("here", "far")): Line(0.2)}
+    hardware = Hardware((*pools, replace(FAST, role="rollout")), lines=lines)
+    work = replace(FLUX, lora_rank=None, gradient_share="auto")
+    with pytest.raises(
+        PlanError, match=r"values are trained, .*: train an adapter \(model\.lora\)"
+    ):
+        make_plan(Costing(work, hardware))
+
+
+def test_a_plan_says_that_replicas_do_not_fit_and_shards_would() -> None:
+    hardware = Hardware((replace(FAST, count=8, memory_gib=30),))
+    with pytest.raises(PlanError, match=r"trainer on fast .* needs .* or set .*compress=off"):
+        make_plan(Costing(replace(HUNYUAN, lora_rank=64, gradient_share=0.01), hardware))
+
+
+def test_no_split_to_compress_in_is_not_said_to_lack_memory() -> None:
+    """Two GPUs of one place: a single trainer has nobody to exchange gradients with."""
+    hardware = Hardware((replace(FAST, count=2),))
+    for share, said in (("auto", "is accepted (parallel.compress = auto: a single"), ("off", "")):
+        plan = make_plan(Costing(replace(FLUX, gradient_share=share), hardware), asynchronous=False)
+        assert said in explain_winner(plan, False)[1]
+        assert "fits" not in explain_winner(plan, False)[1]
+
+
 @pytest.mark.heavy
 def test_trainers_share_the_tokens_of_what_fits_in_no_other_way() -> None:
     """All weights of Wan 14B at 480 x 832 x 81."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from digenrl.config.relations.view import Rule, View, divisors, most_rollouts
+from digenrl.config.relations.view import Absent, Rule, View, divisors, most_rollouts
 from digenrl.rewards.needs import managed_gpus
 
 
@@ -73,17 +73,26 @@ def saves_bytes(share: float, trainers: int) -> bool:
     return trainers > 1 and share * trainers < 1.0
 
 
+def _joins_places(get: View) -> bool:
+    """Return whether lines join pools in different places (`hardware.links` has no default)."""
+    try:
+        return bool(get("hardware.links"))
+    except Absent:
+        return False
+
+
 def _compressed_gradients(get: View) -> Iterator[str]:
     share, trainers = get("parallel.compress"), get("allocation.trainers")
     if share == "off":
         return
-    sharding = get("parallel.sharding")
-    # `auto` becomes off where all trainers are in one place, and is looked at again when it is a
-    # share.
+    sharding, lines = get("parallel.sharding"), _joins_places(get)
+    # `auto` becomes off where all trainers are in one place. Elsewhere `settle` refuses shards, and
+    # off too.
     if share != "auto" and sharding in ("hsdp", "fsdp"):
+        where = " with all trainers in one place of hardware.links" * lines
         yield (
             f"parallel.compress = {share} with parallel.sharding = {sharding}: only replicas "
-            "exchange whole gradients; set parallel.sharding=ddp, or parallel.compress=off."
+            f"exchange whole gradients; set parallel.sharding=ddp, or parallel.compress=off{where}."
         )
     if trainers == 1:
         yield (
@@ -97,7 +106,7 @@ def _compressed_gradients(get: View) -> Iterator[str]:
         yield (
             f"parallel.compress = {share:g} with allocation.trainers = {trainers}: as many bytes "
             "would travel as without, because each value goes to every trainer, with its place; "
-            f"set it below {1 / trainers:.3g}, or to off."
+            f"set it below {1 / trainers:.3g}, or to {'auto' if lines else 'off'}."
         )
 
 

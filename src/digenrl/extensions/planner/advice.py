@@ -13,8 +13,9 @@ from digenrl.config import Composed
 from digenrl.config.settings import Settings
 from digenrl.extensions.planner.bound import step_bound
 from digenrl.extensions.planner.candidate import Candidate
-from digenrl.extensions.planner.costing import Costing, crosses_whole, only_replicas
+from digenrl.extensions.planner.costing import Costing, gradient_refusal, only_replicas
 from digenrl.extensions.planner.emulate import stand_ins
+from digenrl.extensions.planner.enumeration import is_allowed
 from digenrl.extensions.planner.evaluation import trainers_evaluate
 from digenrl.extensions.planner.floor import training_floor
 from digenrl.extensions.planner.memory import GIB, USABLE, Memory, rollout_memory
@@ -112,9 +113,8 @@ class PlannerAdvisor:
         if not fitting:
             if settings.schedule.tsp.batch == AUTO:
                 candidate = candidate.with_changes(tsp_batch=1)
-            raise ValueError(
-                f"{'; '.join(costing.find_misfits(candidate))}: {find_remedy(costing, candidate)}"
-            )
+            why = [*costing.find_misfits(candidate), gradient_refusal(costing, candidate)]
+            raise ValueError(f"{'; '.join(filter(None, why))}: {find_remedy(costing, candidate)}")
         candidate = fitting[0]
         pools = costing.place_ranks(candidate).trainers_by_pool
         kept = [
@@ -227,12 +227,9 @@ def planned_split(composed: Composed, processes: int | None = None) -> Candidate
     for trainers in range(1, ranks + 1):
         if trainers == ranks and splits:
             break
-        try:
-            splits += _fitting_shardings(
-                settings, costing, candidate_of(settings, trainers, ranks - trainers, steps)
-            )[:1]
-        except ValueError:  # the roles of the pools do not allow it
-            continue
+        split = candidate_of(settings, trainers, ranks - trainers, steps)
+        if is_allowed(costing, split):
+            splits += _fitting_shardings(settings, costing, split)[:1]
     return find_fastest(costing, splits, step_bound(costing))
 
 
@@ -270,7 +267,7 @@ def _fitting_shardings(
 
     `auto` steps per forward become a number.
     """
-    if candidate.trainers % candidate.spec.context or crosses_whole(costing, candidate):
+    if candidate.trainers % candidate.spec.context or gradient_refusal(costing, candidate):
         return []
     shardings = [candidate.sharding]
     if settings.parallel.sharding == AUTO and not only_replicas(costing, candidate):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
+from digenrl.config.relations import saves_bytes
 from digenrl.extensions.planner.candidate import Candidate, Choices
 from digenrl.extensions.planner.costs import Costs
 from digenrl.extensions.planner.floor import floor_seconds
@@ -39,6 +40,9 @@ from digenrl.extensions.planner.workload import BASE_BYTES, Workload
 from digenrl.hardware import Hardware, Pool, gradient_share, shard_group, trainers_line
 from digenrl.recompute import ALL, INPUTS, MODES, Recompute
 from digenrl.schedule import ScheduleSpec
+
+MOST_VALUES = 2**31 - 1
+"""Most values of a gradient that is compressed (`strategy/exchange.py`): a place takes 4 bytes."""
 
 _Questions = TypeVarTuple("_Questions")
 _Answer = TypeVar("_Answer")
@@ -385,11 +389,30 @@ class Costing:
         return floor_seconds(self.schedule_spec(candidate), self.build_cluster(candidate))
 
 
-def crosses_whole(costing: Costing, candidate: Candidate) -> bool:
-    """Return whether whole gradients would cross a line between trainers, which a run refuses
-    (`settle.compression`)."""
-    line = trainers_line(costing.hardware, costing.place_ranks(candidate).ranks)
-    return line is not None and costing.work.gradient_share == "off"
+def gradient_refusal(costing: Costing, candidate: Candidate) -> str | None:
+    """Return why a run refuses how the candidate's trainers exchange gradients; None: it does not.
+
+    Raises:
+        ValueError: the roles of the pools do not allow the split.
+    """
+    asked, trainers = costing.work.gradient_share, candidate.trainers
+    ranks, told = costing.place_ranks(candidate).ranks, f"parallel.compress = {asked}"
+    if asked == "off":
+        if trainers_line(costing.hardware, ranks) is None:
+            return None
+        return f"{told}: whole gradients would cross a line between {trainers} trainers"
+    if trainers == 1:
+        return f"{told}: a single trainer has nobody to exchange gradients with"
+    # `auto` becomes no share that saves nothing.
+    if asked != "auto" and not saves_bytes(asked, trainers):
+        return f"{told}: as many bytes would travel between {trainers} trainers as without"
+    if travelling_share(costing, candidate) is None:
+        return None
+    if candidate.sharding != "ddp":
+        return f"{told}: only replicas exchange whole gradients, and not {candidate.sharding}"
+    if (values := costing.work.trained_parameters) > MOST_VALUES:
+        return f"{told}: {values} values are trained, at most {MOST_VALUES} can be"
+    return None
 
 
 def travelling_share(costing: Costing, candidate: Candidate) -> float | None:

@@ -7,10 +7,9 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 
-from digenrl.config.relations import saves_bytes
 from digenrl.extensions.planner.bound import seconds_per_unit, step_bound, work_units
 from digenrl.extensions.planner.candidate import Candidate
-from digenrl.extensions.planner.costing import Costing, crosses_whole, only_replicas
+from digenrl.extensions.planner.costing import Costing, gradient_refusal, only_replicas
 
 PROMISING = (1, 2)
 """Disaggregated candidates to simulate of each kind, the lowest floors first: (on-policy,
@@ -232,7 +231,7 @@ def neighbour_candidates(costing: Costing, candidate: Candidate) -> Iterator[Can
     for trainers in sorted(
         {candidate.trainers + offset for offset in (-2, -1, 1, 2)} | {full, full + 8}
     ):
-        near = candidate.with_changes(trainers=trainers, rollouts=gpus - trainers)
+        near = candidate.with_changes(trainers=trainers, rollouts=gpus - trainers, sharding="ddp")
         if trainers != candidate.trainers and 1 <= trainers < gpus and is_allowed(costing, near):
             yield from _sharding_candidates(costing, near)
     yield from _sharding_candidates(costing, candidate.with_changes(tag=not candidate.spec.tag))
@@ -329,19 +328,17 @@ def _few_tasks(costing: Costing) -> bool:
 
 
 def is_allowed(costing: Costing, candidate: Candidate) -> bool:
-    """Return whether a run would accept the candidate. The profile's roles and lines must allow the
-    split, the advantages the fragments, and the share of gradients the number of trainers.
-    Colocated ranks have nobody who generates while they train, so they are not asynchronous."""
+    """Return whether a run would accept the candidate.
+
+    The profile's roles must allow the split, the advantages the fragments, and `gradient_refusal`
+    how trainers exchange gradients. Colocated ranks have nobody who generates while they train, so
+    they are not asynchronous.
+    """
     if candidate.spec.async_steps and candidate.rollouts == 0:
         return False
     if candidate.spec.gap and costing.work.whole_batch:
         return False
-    share = costing.work.gradient_share
-    # `auto` becomes no share that saves nothing, but one trainer has nobody to exchange with.
-    if share != "off" and not saves_bytes(0.0 if share == "auto" else share, candidate.trainers):
-        return False
     try:
-        costing.place_ranks(candidate)
+        return gradient_refusal(costing, candidate) is None
     except ValueError:
         return False
-    return not crosses_whole(costing, candidate)

@@ -8,9 +8,10 @@ from typing import NotRequired, TypedDict
 
 from digenrl.extensions.planner.bound import seconds_per_unit, work_units
 from digenrl.extensions.planner.candidate import Candidate
+from digenrl.extensions.planner.costing import gradient_refusal
 from digenrl.extensions.planner.evaluation import evaluation_seconds, trainers_evaluate
 from digenrl.extensions.planner.outcome import SLOWER_GENERATION, CandidateOutcome, Limit
-from digenrl.extensions.planner.planner import Plan
+from digenrl.extensions.planner.planner import Plan, smallest_split
 from digenrl.extensions.planner.workload import BASE_BYTES, Drawn
 from digenrl.hardware import Hardware
 from digenrl.recompute import AUTO, Recompute
@@ -447,6 +448,12 @@ def changes_line(hardware: Hardware) -> str:
     )
 
 
+def _split_refusal(plan: Plan) -> str | None:
+    """Return why a run refuses every split of the ranks; None: it does not, or roles do."""
+    split = smallest_split(plan.costing)
+    return None if split is None else gradient_refusal(plan.costing, split)
+
+
 def explain_winner(plan: Plan, asynchronous: bool) -> list[str]:
     """Return two lines about the winner; they say so when a colocated run wins."""
     ranked = eligible_outcomes(plan, asynchronous)
@@ -458,11 +465,11 @@ def explain_winner(plan: Plan, asynchronous: bool) -> list[str]:
     )
     if winner.candidate.rollouts == 0:
         split = next((outcome for outcome in ranked if outcome.candidate.rollouts), None)
-        tried = (
-            f"the best disaggregated run tried takes {split.step_s:.2f} s"
-            if split
-            else "no disaggregated run fits"
-        )
+        tried = "no disaggregated run fits"
+        if split is not None:
+            tried = f"the best disaggregated run tried takes {split.step_s:.2f} s"
+        elif (refusal := _split_refusal(plan)) is not None:
+            tried = f"no disaggregated run is accepted ({refusal})"
         why = f"Colocated wins: {tried}. Splitting does not pay here."
     elif colocated is None:
         why = "Disaggregated, because no colocated run fits into memory, or none was asked for."

@@ -13,10 +13,11 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from digenrl.extensions.planner.bound import step_bound
 from digenrl.extensions.planner.candidate import Candidate, Choices
-from digenrl.extensions.planner.costing import Costing
+from digenrl.extensions.planner.costing import Costing, gradient_refusal, travelling_share
 from digenrl.extensions.planner.enumeration import (
     colocated_candidates,
     disaggregated_candidates,
@@ -303,30 +304,71 @@ def find_fastest(
     return best
 
 
-def _why_nothing(costing: Costing) -> str:
-    """Return why even the smallest candidates cannot run: colocated, and half of the GPUs in each
-    role."""
-    gpus, size, pools = costing.hardware.gpus, task_sizes(costing)[0], costing.hardware.pools
+def smallest_split(costing: Costing) -> Candidate | None:
+    """Return the split that needs least memory, with about half of the GPUs in each role.
+
+    It is one that a run accepts if there is any, and else one with a `gradient_refusal`. None: the
+    pools' roles allow no split.
+    """
+    gpus, pools = costing.hardware.gpus, costing.hardware.pools
     training, generating = (
         sum(p.count for p in pools if p.role == role) for role in ("trainer", "rollout")
     )
+    usual = max(training, min(gpus // 2, gpus - generating))
+    refused = None
+    for trainers in sorted(range(1, gpus), key=lambda number: abs(number - usual)):
+        try:
+            split = _smallest_run(costing, trainers, gpus - trainers)
+            if gradient_refusal(costing, split) is None:
+                return split
+        except ValueError:  # the roles of the pools do not allow it
+            continue
+        refused = refused or split
+    return refused
+
+
+def _smallest_run(costing: Costing, trainers: int, rollouts: int) -> Candidate:
+    """Return a candidate whose trainers share the weights if a run accepts that. Raises ValueError
+    as `Costing.place_ranks` does."""
+    size = task_sizes(costing)[0]
+    whole = costing.make_candidate(trainers, rollouts, sharding="fsdp", task_size=size)
+    compresses = travelling_share(costing, whole) is not None
+    return whole.with_changes(sharding="ddp") if compresses else whole
+
+
+def _why_nothing(costing: Costing) -> str:
+    """Return why even the smallest candidates cannot run: colocated, and split."""
+    hardware, split = costing.hardware, smallest_split(costing)
     trials = {}
-    if not generating:
-        trials["colocated"] = costing.make_candidate(gpus, 0, sharding="fsdp", task_size=size)
-    if gpus > 1:
-        trainers = max(training, min(gpus // 2, gpus - generating))
-        trials[f"{trainers} trainers"] = costing.make_candidate(
-            trainers, gpus - trainers, sharding="fsdp", task_size=size
-        )
-    reasons = [
-        f"{name}: {', '.join(costing.find_misfits(trial))}"
-        for name, trial in trials.items()
-        if trial.trainers and is_allowed(costing, trial)
-    ]
-    if not reasons:
-        roles = ", ".join(f"{pool.name}: {pool.count} {pool.role}" for pool in pools)
+    if len(hardware.places) == 1 and not any(pool.role == "rollout" for pool in hardware.pools):
+        trials["colocated"] = _smallest_run(costing, hardware.gpus, 0)
+    if split is not None:
+        trials[f"{split.trainers} trainers"] = split
+    if not trials:
+        roles = ", ".join(f"{pool.name}: {pool.count} {pool.role}" for pool in hardware.pools)
         return (
             f"the pools' roles leave no GPU to train ({roles}): set the role of one of them to "
             "auto or trainer."
         )
-    return f"nothing fits: {'; '.join(reasons)}. Use more or larger GPUs, LoRA or smaller samples."
+    refusals = [gradient_refusal(costing, trial) for trial in trials.values()]
+    last = list(trials.values())[-1]
+    if all(refusals):
+        return f"{refusals[-1]}: {_accepted_exchange(costing, last)}."
+    reasons = [
+        f"{name}: {refusal or ', '.join(costing.find_misfits(trial))}"
+        for (name, trial), refusal in zip(trials.items(), refusals, strict=True)
+    ]
+    advice = "Use more or larger GPUs, LoRA or smaller samples"
+    if last.sharding == "ddp" and len(hardware.places) == 1:
+        advice += ", or set parallel.compress=off, so that trainers can share the weights"
+    return f"nothing fits: {'; '.join(reasons)}. {advice}."
+
+
+def _accepted_exchange(costing: Costing, candidate: Candidate) -> str:
+    """Return what to do so that a run accepts how the candidate's trainers exchange gradients."""
+    shares: tuple[Literal["off", "auto"], ...] = ("off", "auto")
+    for share in shares:
+        other = Costing(replace(costing.work, gradient_share=share), costing.hardware)
+        if gradient_refusal(other, candidate.with_changes(sharding="ddp")) is None:
+            return f"set parallel.compress={share}"
+    return "train an adapter (model.lora)"

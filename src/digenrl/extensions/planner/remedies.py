@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from digenrl.extensions.planner.candidate import Candidate, Choices
-from digenrl.extensions.planner.costing import Costing, crosses_whole, travelling_share
-from digenrl.extensions.planner.enumeration import context_sizes
+from digenrl.extensions.planner.costing import Costing
+from digenrl.extensions.planner.enumeration import context_sizes, is_allowed
 
 CHANGES: tuple[tuple[str, Choices], ...] = (
     ("schedule.tsp.batch=1", {"tsp_batch": 1}),
@@ -71,11 +71,8 @@ def _fitting_changes(costing: Costing, candidate: Candidate) -> list[str] | None
             trainers=trainers, rollouts=gpus - trainers, sharding=sharding
         )
         for context in (1, *context_sizes(costing, split)[-1:]):
-            try:
-                if not _is_startable(costing, split.with_changes(context=context)):
-                    continue
-            except ValueError:  # the roles of the pools do not allow it
-                break
+            if not _is_startable(costing, split.with_changes(context=context)):
+                continue
             words = [f"allocation.trainers={trainers}", f"allocation.rollouts={gpus - trainers}"]
             words += [
                 w
@@ -88,14 +85,8 @@ def _fitting_changes(costing: Costing, candidate: Candidate) -> list[str] | None
 
 
 def _is_startable(costing: Costing, candidate: Candidate) -> bool:
-    """Return whether `candidate` fits, and whether a run accepts how it exchanges gradients.
-
-    Raises:
-        ValueError: the roles of the pools do not allow the split.
-    """
-    compresses = travelling_share(costing, candidate) is not None
-    refused = compresses if candidate.sharding != "ddp" else crosses_whole(costing, candidate)
-    return not refused and not costing.find_misfits(candidate)
+    """Return whether a run accepts `candidate`, and it fits."""
+    return is_allowed(costing, candidate) and not costing.find_misfits(candidate)
 
 
 def _with_all(candidate: Candidate, changes: Sequence[tuple[str, Choices]]) -> Candidate:
