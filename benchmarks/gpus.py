@@ -183,8 +183,8 @@ def judge(step: Step, words: Sequence[str], folder: Path, seconds: float) -> dic
         assert summary["rl_steps"] == 3, summary
     return took | {
         "ends": "completed" + (", resumed" if step.resumed else ""),
-        "step_s": summary["step_s"],
-        "ratio": summary["first_ratio_max_dev"],
+        "step_s": f"{summary['step_s']:.2f}",
+        "ratio": f"{summary['first_ratio_max_dev']:.0e}",
         "publish_s": _seconds_of(folder, "publish"),
     }
 
@@ -233,7 +233,7 @@ def main(given: Mapping[str, str]) -> int:
     report = Report(
         f"{gpus} GPUs of one machine, step by step",
         machine(device),
-        ("step", "ranks", "launcher", "ends", "s", "s/step", "first |ratio-1|", "publish s"),
+        ("step", "ranks", "launcher", "ends", "s", "s/step", "first ratio - 1", "publish s"),
     )
     until, longest = time.monotonic() + 60 * float(given["minutes"]), 20.0
     with tempfile.TemporaryDirectory() as folder:
