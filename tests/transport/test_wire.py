@@ -263,6 +263,5 @@ def test_what_is_mapped_anew_asks_for_large_pages(monkeypatch: pytest.MonkeyPatc
     sent = Message(MessageKind.WEIGHTS, {}, {"a": torch.arange(1 << 20), "b": torch.ones(3)})
     arrived = decode(reader(written(sent)), 1 << 30)
     assert all(torch.equal(arrived.tensors[name], value) for name, value in sent.tensors.items())
-    large, small = (flags_at(arrived.tensors[name].data_ptr()) for name in ("a", "b"))
-    assert ("hg" in large, "hg" in small) == (True, False)
+    assert "hg" in flags_at(arrived.tensors["a"].data_ptr())
     assert "hg" in flags_at(empty_bytes(4 << 20, pin=False).data_ptr())
