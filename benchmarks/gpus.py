@@ -169,7 +169,7 @@ def judge(step: Step, words: Sequence[str], folder: Path, seconds: float) -> dic
         step, [chosen, *TINY, *words, *split, *step.words, f"hydra.run.dir={folder}"], seconds
     )
     summary = json.loads((folder / "summary.json").read_text()) if folder.is_dir() else {}
-    took = {"seconds": round(time.monotonic() - began, 1)}
+    took = {"seconds": time.monotonic() - began}
     if step.fails:
         assert code != 0, "the run did not fail"
         assert re.search(step.fails, str(summary.get("cause"))), f"cause: {summary.get('cause')}"
@@ -183,8 +183,8 @@ def judge(step: Step, words: Sequence[str], folder: Path, seconds: float) -> dic
         assert summary["rl_steps"] == 3, summary
     return took | {
         "ends": "completed" + (", resumed" if step.resumed else ""),
-        "step_s": f"{summary['step_s']:.2f}",
-        "ratio": f"{summary['first_ratio_max_dev']:.0e}",
+        "step_s": summary["step_s"],
+        "ratio": summary["first_ratio_max_dev"],
         "publish_s": _seconds_of(folder, "publish"),
     }
 
@@ -197,7 +197,7 @@ def _seconds_of(folder: Path, stage: str) -> float | None:
         for row in map(json.loads, file.read_text().splitlines())
         if row.get("stage") == stage and row.get("version", 0) > 0
     ]
-    return round(min(found), 4) if found else None
+    return min(found, default=None)
 
 
 def machine(device: str) -> str:
@@ -255,8 +255,9 @@ def main(given: Mapping[str, str]) -> int:
                 report.verdict(False, f"{step.name}: {error}")
                 continue
             longest = max(longest, time.monotonic() - began)
-            figures = (found.get(key, "") for key in ("seconds", "step_s", "ratio", "publish_s"))
-            report.row(step.name, ranks, launcher, found["ends"], *figures)
+            figures = map(found.get, ("seconds", "step_s", "ratio", "publish_s"))
+            told = ("" if figure is None else f"{figure:.3g}" for figure in figures)
+            report.row(step.name, ranks, launcher, found["ends"], *told)
     return report.close(given)
 
 
